@@ -1,0 +1,62 @@
+"""What a Zenoh session of ours is configured to do, as plain data, and which endpoints it may use."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+Role = Literal["router", "peer"]
+
+LEASE_MS: Final = 400
+"""A hung peer is noticed after about this long (7.8 s by default)."""
+
+_LOOPBACK_HOSTS: Final = ("127.", "localhost:", "[::1]:")
+_HOSTLESS_LINKS: Final = ("unixsock-stream", "unixpipe")
+
+
+class BusError(Exception):
+    """A session that could not be opened or used; the message names the likely cause and the remedy."""
+
+
+def check_endpoint(endpoint: str, allow_remote: bool) -> None:
+    """Refuse endpoints that are malformed or leave this machine without leave.
+
+    Raises:
+        BusError: with the remedy.
+    """
+    link, separator, address = endpoint.partition("/")
+    if not separator or not link or not address:
+        raise BusError(f"endpoint {endpoint!r} is not of the form link/address, such as tcp/127.0.0.1:7447")
+    if link in _HOSTLESS_LINKS or allow_remote:
+        return
+    if not address.startswith(_LOOPBACK_HOSTS):
+        raise BusError(
+            f"endpoint {endpoint!r} is reachable from other machines, and the link is neither encrypted nor "
+            "authenticated; use 127.0.0.1, or set allow_remote where the network is trusted"
+        )
+
+
+def session_config(endpoint: str, role: Role, isolated: bool = False) -> dict[str, Any]:
+    """Zenoh configuration by key, for :func:`vla_common.zenoh_session.open_bus`; plain data so that a test can read it.
+
+    Joining sessions are Zenoh *clients*: a Zenoh router passes samples between clients, but since 1.9 not between peers
+    that do not listen; and two routers do not reliably find each other's subscribers again after one restarted
+    (measured: 7 of 20 quick restarts left the link up and silent, clients 0 of 140). ``isolated`` makes it a peer,
+    which for that reason hears the router's own process only.
+    """
+    hosts = role == "router"
+    return {
+        "mode": "router" if hosts else "peer" if isolated else "client",
+        "listen/endpoints": [endpoint] if hosts else [],
+        "connect/endpoints": [] if hosts else [endpoint],
+        "connect/timeout_ms": -1,
+        "connect/exit_on_failure": False,
+        # Whole, since a part of it is ignored.
+        "connect/retry": {"period_init_ms": 50, "period_max_ms": 250, "period_increase_factor": 1.5},
+        "scouting/multicast/enabled": False,
+        "scouting/gossip/enabled": False,
+        "scouting/delay": 0,
+        "timestamping/enabled": False,
+        "transport/shared_memory/enabled": False,
+        "transport/link/tx/lease": LEASE_MS,
+        "transport/unicast/open_timeout": 1000,
+    }
