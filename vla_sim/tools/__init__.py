@@ -1,0 +1,1 @@
+"""One-off tools that prepare assets; nothing here is imported at run time."""
