@@ -1,0 +1,261 @@
+"""A fake robot and a fake cloud around a real edge, for tests: real processes, real Zenoh, a hand-made ONNX pair."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from vla_common import messages, tensors, wire
+from vla_common.clock import SystemClock, sleep_s
+from vla_common.manifest import Camera, Context, Instruction, Manifest, hash_files, write_manifest
+from vla_common.zenoh_session import open_bus
+from vla_edge.config import load_limits
+from vla_edge.core.shared_buffer import process_start
+
+ROOT = Path(__file__).resolve().parents[2]
+ROBOT_FILE = ROOT / "config/robots/panda_2f85.yaml"
+LIMITS = load_limits(ROBOT_FILE, 0.01)
+TOKENS, DIM, HORIZON = 4, 8, 16
+INSTRUCTION = "touch the red cube"
+CLOCK = SystemClock()
+
+
+def make_model(folder: Path, horizon: int = HORIZON, joint_names: tuple[str, ...] = LIMITS.names) -> Manifest:
+    """A model whose deltas are context token 0 times (step + 1) / horizon: the cloud decides where the arm goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    width = len(joint_names)
+    f32 = TensorProto.FLOAT
+
+    def save(name: str, nodes: list[Any], inputs: dict[str, list[int]], outputs: dict[str, list[int]],
+             constants: dict[str, np.ndarray]) -> None:
+        graph = helper.make_graph(
+            nodes, name, [helper.make_tensor_value_info(key, f32, shape) for key, shape in inputs.items()],
+            [helper.make_tensor_value_info(key, f32, shape) for key, shape in outputs.items()],
+            [onnx.numpy_helper.from_array(value, key) for key, value in constants.items()])
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+        onnx.checker.check_model(model)
+        onnx.save(model, str(folder / name))
+
+    token = np.array([1, 1, 1, TOKENS, DIM], dtype=np.int64)
+    save("context_kv.onnx",
+         [helper.make_node("Reshape", ["context", "shape"], ["k"]),
+          helper.make_node("Reshape", ["context_prev", "shape"], ["v"]),
+          helper.make_node("Identity", ["zeros"], ["keypoint"])],
+         {"context": [1, TOKENS, DIM], "context_prev": [1, TOKENS, DIM]},
+         {"k": token.tolist(), "v": token.tolist(), "keypoint": [1, 6]},
+         {"shape": token, "zeros": np.zeros((1, 6), np.float32)})
+    ramp = (np.arange(1, horizon + 1, dtype=np.float32) / horizon).reshape(1, horizon, 1)
+    save("denoise.onnx",
+         [helper.make_node("Gather", ["k", "first"], ["row"], axis=3),
+          helper.make_node("Reshape", ["row", "row_shape"], ["token"]),
+          helper.make_node("Mul", ["token", "ramp"], ["clean"]),
+          # Every input must reach the output, or ONNX Runtime drops it from the signature.
+          helper.make_node("Add", ["clean", "noise"], ["noisy"]),
+          *[node for index, (source, last) in enumerate((("v", "noisy"), ("keypoint", "s0"), ("proprio", "s1"),
+                                                         ("age_s", "s2"), ("dt_s", "s3")))
+            for node in (helper.make_node("ReduceSum", [source], [f"r{index}"], keepdims=0),
+                         helper.make_node("Mul", [f"r{index}", "nothing"], [f"z{index}"]),
+                         helper.make_node("Add", [last, f"z{index}"], [f"s{index}" if index < 4 else "actions"]))]],
+         {"k": token.tolist(), "v": token.tolist(), "keypoint": [1, 6], "proprio": [1, width + 1], "age_s": [1, 1],
+          "dt_s": [1, 1], "noise": [1, horizon, width]}, {"actions": [1, horizon, width]},
+         {"first": np.zeros(1, np.int64), "row_shape": np.array([1, 1, width], np.int64), "ramp": ramp,
+          "nothing": np.zeros((), np.float32)})
+    manifest = Manifest(
+        name="tiny", joint_names=list(joint_names), horizon=horizon, period_s=0.01, context=Context(TOKENS, DIM),
+        proprio_names=[*joint_names, "gripper_measured"], cameras=[Camera("front", 8, 8)],
+        instruction=Instruction(["touch", "the", "red", "cube"], 4),
+        files=hash_files(folder, ["context_kv.onnx", "denoise.onnx"]), licence="Apache-2.0", training_command="none")
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def free_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp/127.0.0.1:{probe.getsockname()[1]}"
+
+
+def own_children(pid: int) -> dict[str, int]:
+    """Process ids of the edge's children by name."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+        except (OSError, IndexError, ValueError):
+            continue
+        if parent == pid and b"-m" in command:
+            found[command[command.index(b"-m") + 1].decode().removeprefix("vla_edge.").removesuffix("_main")] = int(
+                entry.name)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """The process runs; one that has ended but was not waited for yet does not."""
+    return process_start(pid) is not None
+
+
+class Rig:
+    """The robot's and the cloud's side. Joint states follow the last command; the cloud answers every observation.
+
+    Attributes:
+        direction: what the cloud's token 0 says: delta per chunk, float32[8].
+        commands: (stamp_ns, position, velocity) as received. statuses: ShieldStatus messages.
+    """
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.robot = f"rig{os.getpid()}"
+        self.manifest = make_model(folder / "model")
+        self.bus_endpoint, self.cloud_endpoint = free_endpoint(), free_endpoint()
+        self.direction = np.zeros(DIM, np.float32)
+        self.cloud_answers = True
+        self.robot_speaks = True
+        self.instruction = ""
+        self.position = LIMITS.ready.copy()
+        self.commands: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self.statuses: list[Any] = []
+        self.policy: Any = None
+        self.observations: list[Any] = []
+        self.log = folder / "edge.log"
+        self._sequence = 0
+        self._stop = threading.Event()
+        self.bus = open_bus(self.bus_endpoint, "router", node="rig_robot")
+        self.cloud = open_bus(self.cloud_endpoint, "router", node="rig_cloud")
+        self._commands_in = self.bus.queue("joint_command", self.robot, capacity=4096)
+        self._status_in = self.bus.queue("shield_status", self.robot, capacity=256)
+        self._policy_in = self.bus.latest("policy_status", self.robot)
+        self._operator = self.bus.publisher("shield_command", self.robot)
+        self._instruction_out = self.bus.publisher("instruction", self.robot)
+        self._joints_out = self.bus.publisher("joint_states", self.robot)
+        self._image_out = self.bus.publisher("image", self.robot, "front")
+        self._observation_in = self.cloud.queue("observation", self.robot, capacity=8)
+        self._context_out = self.cloud.publisher("context", self.robot)
+        self.arguments = [sys.executable, "-m", "vla_edge.edge_main", "--bus", self.bus_endpoint, "--cloud",
+                          self.cloud_endpoint, "--model", str(folder / "model"), "--robot-id", self.robot,
+                          "--set", f"robot_file={ROBOT_FILE}", *arguments]
+        self.edge = self.start_edge()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def start_edge(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self.arguments, cwd=self.folder, stdout=log, stderr=log,
+                                    env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+    def _serve(self) -> None:
+        turn = 0
+        while not self._stop.is_set():
+            now_ns = CLOCK.monotonic_ns()
+            self._receive()
+            if self.robot_speaks:
+                self._joints_out.put(wire.encode(messages.new(
+                    "sensor_msgs/JointState", header=wire.make_header(now_ns), name=list(LIMITS.names),
+                    position=self.position, velocity=np.zeros(8))))
+            if turn % 10 == 0:
+                self._image_out.put(wire.encode(messages.new(
+                    "sensor_msgs/CompressedImage", header=wire.make_header(now_ns, "front"), format="jpeg",
+                    data=b"not looked at")))
+            if turn % 25 == 0:
+                self._instruction_out.put(wire.encode(messages.new("std_msgs/String", data=self.instruction)))
+            turn += 1
+            sleep_s(CLOCK, 0.01)
+
+    def _receive(self) -> None:
+        while (received := self._commands_in.try_recv()) is not None:
+            message = wire.decode("sensor_msgs/JointState", received.payload)
+            self.commands.append((wire.stamp_ns(message.header), message.position, message.velocity))
+            self.position = np.array(message.position)
+        while (received := self._status_in.try_recv()) is not None:
+            self.statuses.append(wire.decode("ShieldStatus", received.payload))
+        if (received := self._policy_in.try_recv()) is not None:
+            self.policy = wire.decode("PolicyStatus", received.payload)
+        while (received := self._observation_in.try_recv()) is not None:
+            message = wire.decode("Observation", received.payload)
+            self.observations.append(message)
+            if self.cloud_answers:
+                self.answer(message)
+
+    def answer(self, observation: Any, **changes: Any) -> None:
+        tokens = np.zeros((TOKENS, DIM), np.float32)
+        tokens[0] = self.direction
+        fields = {"session": observation.session, "sequence": observation.sequence, "model_id": "tiny",
+                  "model_hash": self.manifest.model_hash,
+                  "instruction_hash": wire.instruction_hash(observation.instruction), **tensors.token_fields(tokens),
+                  "header": observation.header, **changes}
+        self._context_out.put(wire.encode(messages.new("ContextTokens", **fields)))
+
+    def say(self, instruction: str) -> None:
+        self.instruction = instruction
+        self._instruction_out.put(wire.encode(messages.new("std_msgs/String", data=instruction)))
+
+    def command(self, kind: str) -> None:
+        self._sequence += 1
+        message = messages.new("ShieldCommand", header=wire.make_header(CLOCK.monotonic_ns()), sequence=self._sequence)
+        message.command = getattr(message, kind)
+        self._operator.put(wire.encode(message))
+
+    def wait(self, condition: Any, timeout_s: float, what: str) -> None:
+        deadline_ns = CLOCK.monotonic_ns() + round(timeout_s * 1e9)
+        while not condition():
+            if CLOCK.monotonic_ns() > deadline_ns:
+                status = self.statuses[-1] if self.statuses else None
+                raise AssertionError(f"not within {timeout_s} s: {what}; status {status}; policy {self.policy}; log:\n"
+                                     + self.log.read_text())
+            sleep_s(CLOCK, 0.01)
+
+    def persist(self, condition: Any, timeout_s: float, what: str) -> None:
+        """Wait, and re-arm whenever that is possible: on a machine without time to spare any process may stall."""
+        def met() -> bool:
+            if self.state() == 3 and self.statuses[-1].rearm_ready and self._operator.sequence < 1000:
+                self.command("REARM")
+            return bool(condition())
+
+        self.wait(met, timeout_s, what)
+
+    def state(self) -> int:
+        return int(self.statuses[-1].state) if self.statuses else -1
+
+    def arm(self) -> None:
+        """Re-arm as an operator does: when it is ready."""
+        self.wait(lambda: self.statuses and self.statuses[-1].rearm_ready, 15.0, "ready for a re-arm")
+        self.persist(lambda: self.state() == 0, 10.0, "NOMINAL after the re-arm")
+
+    def memory_files(self) -> list[Path]:
+        return [path for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob(f"vla-edge.{self.robot}.*")]
+
+    def close(self) -> None:
+        if self.edge.poll() is None:
+            self.edge.terminate()
+            try:
+                self.edge.wait(4.0)
+            except subprocess.TimeoutExpired:
+                self.edge.kill()
+                self.edge.wait()
+        self._stop.set()
+        self._thread.join(2.0)
+        self.bus.close()
+        self.cloud.close()
+
+
+def worst_ratios(commands: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[str, float]:
+    """Largest speed, acceleration and jerk of the stream as received, over their limits."""
+    rows = np.array([position for _, position, _ in commands])
+    period = 0.01
+    return {
+        "position": float(np.max(np.maximum(LIMITS.position_lower - rows, rows - LIMITS.position_upper))),
+        "velocity": float(np.max(np.abs(np.diff(rows, axis=0)) / period / LIMITS.velocity)),
+        "acceleration": float(np.max(np.abs(np.diff(rows, 2, axis=0)) / period**2 / LIMITS.acceleration)),
+        # A position of 3 rad is rounded to 4e-16, which a third difference turns into 2e-9 rad/s³.
+        "jerk": float(np.max((np.abs(np.diff(rows, 3, axis=0)) / period**3 - 1e-8) / LIMITS.jerk)),
+    }
+

@@ -1,0 +1,238 @@
+"""A real cloud process on loopback: fake robots send observations and garbage over Zenoh, contexts come back."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vla_cloud.cloud_main import EXIT_USAGE, main
+from vla_common import messages, tensors, wire
+from vla_common.clock import NS_PER_S, SystemClock, sleep_s
+from vla_common.manifest import Camera, Context, Instruction, Manifest, hash_files, write_manifest
+from vla_common.zenoh_session import Bus, Received, open_bus
+from vla_models.llama import LlamaConfig
+from vla_models.model_folder import VLM, save_modules
+from vla_models.text import SPECIALS
+from vla_models.vit import VitConfig
+from vla_models.vlm import Vlm, VlmConfig
+
+JOINTS = ["joint1", "joint2", "gripper"]
+VOCABULARY = [*SPECIALS, "touch", "the", "red", "blue", "cube"]
+PERIOD_S = 0.1
+CLOCK = SystemClock()
+
+
+def write_tiny_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    vit = VitConfig(24, 6, 16, 2, 2, 32, stem=((2, 8), (3, 16)))
+    llama = LlamaConfig(len(VOCABULARY), 16, 2, 2, 1, 32, lm_head=False)
+    vlm = Vlm(VlmConfig(vit, llama, num_readout=3, context_dim=8, text_length=8))
+    save_modules(folder / VLM, vlm=vlm)
+    write_manifest(folder, Manifest(
+        name="tiny", joint_names=JOINTS, horizon=16, period_s=0.01, context=Context(3, 8), proprio_names=JOINTS,
+        cameras=[Camera("external", 24, 24)], instruction=Instruction(VOCABULARY, 8), files=hash_files(folder, [VLM]),
+        licence="Apache-2.0", training_command="none", extra={"vlm": vlm.config.to_dict()},
+    ))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp/127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Cloud:
+    """The process. Its log goes to a file, so that it can never block on a full pipe."""
+
+    def __init__(self, endpoint: str, model: Path, log: Path) -> None:
+        command = [sys.executable, "-m", "vla_cloud.cloud_main", "--listen", endpoint, "--model", str(model)]
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line == f"READY {endpoint} model tiny\n", f"{line}{log.read_text()}"
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
+        """Exit status and how long the end took in seconds."""
+        started_ns = CLOCK.monotonic_ns()
+        self.process.send_signal(number)
+        status = self.process.wait(timeout=10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status, (CLOCK.monotonic_ns() - started_ns) / NS_PER_S
+
+
+class Robot:
+    """Sends observations and keeps the contexts that come back."""
+
+    def __init__(self, robot: str, endpoint: str, seed: int, **faults: object) -> None:
+        self.robot, self.faults = robot, faults
+        self.bus: Bus = open_bus(endpoint, node=f"edge_{robot}", isolated=True)
+        self.observation = self.bus.publisher("observation", robot)
+        self.context = self.bus.queue("context", robot)
+        self.stamps_ns: list[int] = []
+        self.contexts: list[object] = []
+        pixels = np.random.default_rng(seed).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "JPEG")
+        self.jpeg = buffer.getvalue()
+
+    def send(self) -> None:
+        # A clock of its own, far from the cloud's: the stamp must come back as it was.
+        stamp_ns = 77 * NS_PER_S + CLOCK.monotonic_ns() % NS_PER_S + len(self.stamps_ns) * NS_PER_S
+        image = messages.new("sensor_msgs/CompressedImage", header=wire.make_header(stamp_ns, "external"),
+                             format="jpeg", data=self.jpeg)
+        fields: dict[str, object] = {
+            "header": wire.make_header(stamp_ns), "session": f"of {self.robot}", "sequence": len(self.stamps_ns),
+            "instruction": "touch the red cube", "joint_names": JOINTS, "joint_positions": [0.1, 0.2, 0.0],
+            "images": [image],
+        } | self.faults  # fmt: skip
+        self.stamps_ns.append(stamp_ns)
+        self.observation.put(wire.encode(messages.new("Observation", **fields)))
+
+    def receive(self) -> None:
+        while (received := self.context.try_recv()) is not None:
+            assert isinstance(received, Received)
+            self.contexts.append(wire.decode("ContextTokens", received.payload))
+
+
+def drive(robots: list[Robot], periods: int) -> None:
+    """Sends one observation per robot and period, and collects what comes back."""
+    for _ in range(periods):
+        for robot in robots:
+            robot.send()
+        sleep_s(CLOCK, PERIOD_S)
+        for robot in robots:
+            robot.receive()
+
+
+@pytest.fixture
+def robots(endpoint: str) -> Iterator[list[Robot]]:
+    made = [
+        Robot("alpha", endpoint, 1),
+        Robot("beta", endpoint, 2),
+        Robot("gamma", endpoint, 3, instruction="touch the blue cube"),
+        Robot("mute", endpoint, 4, joint_names=JOINTS[::-1]),
+        Robot("foreign", endpoint, 5, instruction="touch the green cube"),
+    ]
+    yield made
+    for robot in made:
+        robot.bus.close()
+
+
+def test_several_robots_garbage_kill_and_restart(
+    endpoint: str, model: Path, tmp_path: Path, robots: list[Robot]
+) -> None:
+    cloud = Cloud(endpoint, model, tmp_path / "first.log")
+    try:
+        for robot in robots:
+            robot.bus.wait_connected(5.0)
+        sleep_s(CLOCK, 0.3)  # the subscription spreads
+        rng = np.random.default_rng(0)
+        garbage = [b"", rng.bytes(7), rng.bytes(300), b"\x00\x01\x00\x00" + rng.bytes(2000), rng.bytes(100_000)]
+        for payload in garbage:
+            robots[0].observation.put(payload)
+        drive(robots, periods=25)
+        check_answers(robots, least=20)
+        status, seconds = cloud.stop()
+        assert status == 0
+        assert seconds < 1.0
+        check_counts(cloud.log.read_text(), robots, len(garbage))
+    finally:
+        cloud.process.kill()
+
+    # Robots stay up while the cloud is gone, and are served again as soon as it is back, without doing anything.
+    for robot in robots:
+        robot.contexts.clear()
+    cloud = Cloud(endpoint, model, tmp_path / "second.log")
+    try:
+        for robot in robots:
+            robot.bus.wait_connected(5.0)
+        drive(robots, periods=10)
+        check_answers(robots, least=3)
+        assert cloud.stop(signal.SIGKILL)[0] == -signal.SIGKILL
+        with socket.socket() as again:  # the port is free at once
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", int(endpoint.rsplit(":", 1)[1])))
+    finally:
+        cloud.process.kill()
+
+
+def check_answers(robots: list[Robot], least: int) -> None:
+    for robot in robots[3:]:
+        assert robot.contexts == [], "an observation that cannot be answered is not answered"
+    tokens = {}
+    for robot in robots[:3]:
+        assert len(robot.contexts) >= least
+        sequences = [context.sequence for context in robot.contexts]
+        assert sequences == sorted(set(sequences))
+        for context in robot.contexts:
+            assert wire.stamp_ns(context.header) == robot.stamps_ns[context.sequence]
+            assert context.session == f"of {robot.robot}"
+            assert context.model_id == "tiny"
+            assert tensors.tokens_of(context).shape == (3, 8)
+            assert 0 < context.compute_s < 1.0
+        assert robot.contexts[-1].prefix_tokens_reused == 8
+        assert len({tensors.tokens_of(context).tobytes() for context in robot.contexts}) < 5, "same input, same context"
+        tokens[robot.robot] = tensors.tokens_of(robot.contexts[-1])
+    assert not np.allclose(tokens["alpha"], tokens["beta"], atol=1e-6), "each robot gets the context of its own image"
+
+
+def check_counts(log: str, robots: list[Robot], num_garbage: int) -> None:
+    line = next(line for line in log.splitlines() if "stopping;" in line)
+    refused = {cause: int(count) for cause, count in re.findall(r"(\w+)=(\d+)", line)}
+    wire_errors = sum(refused.get(cause, 0) for cause in ("truncated", "malformed", "checksum_mismatch"))
+    assert wire_errors == num_garbage, line
+    for cause in ("wrong_joint_names", "unknown_word"):
+        assert 20 <= refused[cause] <= 25, line
+    assert set(refused) <= {"truncated", "malformed", "checksum_mismatch", "wrong_joint_names", "unknown_word"}
+    assert "5 robots" in line
+    warnings = [line for line in log.splitlines() if "WARNING" in line]
+    assert any("foreign: unknown_word: word 'green'" in line for line in warnings)
+    assert len(warnings) < 10, "a refusal is logged once a robot and cause, not once a message"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--listen", "tcp/0.0.0.0:7447"], "--allow-non-loopback"),
+        (["--listen", "somewhere"], "not of the form"),
+        (["--model", "models/no_such_model"], "no_such_model"),
+        (["--set", "contxt.rate_hz=5"], "did you mean 'context'"),
+        (["--set", "context.rate_hz=0"], "rate_hz must be positive"),
+        (["--config", "no_such.yaml"], "no_such.yaml"),
+    ],
+)
+def test_what_cannot_serve_is_refused_with_a_reason(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == EXIT_USAGE
+    assert message in capsys.readouterr().err
+
+
+def test_shipped_configuration_equals_the_defaults() -> None:
+    from vla_cloud.config import CloudConfig
+    from vla_common.config import load_config
+
+    path = Path(__file__).resolve().parents[2] / "config" / "cloud.yaml"
+    assert load_config(CloudConfig, path) == CloudConfig()

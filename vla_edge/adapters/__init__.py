@@ -1,0 +1,1 @@
+"""What connects the core to engines, files and networks."""

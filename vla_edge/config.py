@@ -1,0 +1,155 @@
+"""Settings of the edge. ``config/edge.yaml`` explains each; ``--set a.b=c`` overrides one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from vla_common.config import ConfigError, from_mapping, load_config
+from vla_edge.core.chunk import GateConfig
+from vla_edge.core.chunk_queue import ChunkQueue
+from vla_edge.core.ensembler import make_rule
+from vla_edge.core.joint_limits import JointLimits, LimitsError
+from vla_edge.core.local_motion import HOME_PHRASES
+from vla_edge.core.shield import ShieldConfig
+
+
+@dataclass(frozen=True)
+class EnsembleConfig:
+    """How a new chunk is merged with the queued trajectory; see :mod:`vla_edge.core.ensembler`."""
+
+    rule: Literal["ramp", "constant", "replace"] = "ramp"
+    ramp_ticks: int = 8
+    alpha: float = 0.5
+
+
+@dataclass(frozen=True)
+class MotorConfig:
+    """The motor process: its tick and what it asks of the scheduler."""
+
+    period_s: float = 0.01
+    fifo_priority: int = 80
+    lock_memory: bool = True
+    cpu: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if not 0.001 <= self.period_s <= 0.1:
+            raise ValueError(f"period_s must be 0.001 .. 0.1, got {self.period_s}")
+        if not 0 <= self.fifo_priority <= 99:
+            raise ValueError(f"fifo_priority must be 0 (ordinary scheduling) .. 99, got {self.fifo_priority}")
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The policy process: when it plans and on what."""
+
+    replan_ticks: int = 5
+    max_context_age_s: float = 0.6
+    motor_max_age_s: float = 0.1
+    bridge_s: float = 1.5
+    home_phrases: tuple[str, ...] = HOME_PHRASES
+    home_limit_share: float = 0.5
+    noise_seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if self.replan_ticks < 1 or self.max_context_age_s <= 0:
+            raise ValueError("replan_ticks must be at least 1 and max_context_age_s positive")
+        if not 0.0 < self.home_limit_share <= 0.9:
+            raise ValueError(f"home_limit_share must be in (0, 0.9], got {self.home_limit_share}")
+
+
+@dataclass(frozen=True)
+class IoConfig:
+    """The io process: rates and what goes up to the cloud."""
+
+    poll_s: float = 0.005
+    status_hz: float = 20.0
+    ticks_hz: float = 10.0
+    uplink_local_instructions: bool = False
+
+
+@dataclass(frozen=True)
+class SupervisorConfig:
+    """Restarts and the end."""
+
+    backoff_min_s: float = 0.1
+    backoff_max_s: float = 2.0
+    backoff_reset_s: float = 10.0
+    motor_stop_s: float = 1.0
+    others_stop_s: float = 0.7
+
+
+@dataclass(frozen=True)
+class EdgeConfig:
+    """Everything the edge's processes need to know."""
+
+    robot_id: str = "arm1"
+    robot_file: Path = Path("config/robots/panda_2f85.yaml")
+    model: Path = Path("models/tabletop")
+    bus: str = "tcp/127.0.0.1:7447"
+    cloud: str = "tcp/127.0.0.1:7448"
+    allow_remote: bool = False
+    record: Path | None = None
+    motor: MotorConfig = field(default_factory=MotorConfig)
+    ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    shield: ShieldConfig = field(default_factory=ShieldConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    io: IoConfig = field(default_factory=IoConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+
+    def to_json(self) -> str:
+        """For child processes, so that all of them run on the same settings whatever happens to the file meanwhile."""
+        return json.dumps(dataclasses.asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> EdgeConfig:
+        """Inverse of :meth:`to_json`."""
+        return from_mapping(cls, json.loads(text))
+
+
+def load_edge_config(path: Path | None, overrides: Sequence[str]) -> EdgeConfig:
+    """Settings from a file and overrides; relative paths start from the working directory.
+
+    Raises:
+        ConfigError: names the wrong value and what would be valid.
+    """
+    return load_config(EdgeConfig, path, overrides)
+
+
+def load_limits(path: Path, period_s: float) -> JointLimits:
+    """Robot file, checked against the tick.
+
+    Raises:
+        ConfigError: unreadable file or limits that cannot be.
+    """
+    try:
+        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        limits = JointLimits.from_mapping(data)
+        limits.check_period(period_s)
+    except FileNotFoundError as error:
+        raise ConfigError(f"no robot file {path}: set robot_file to one of config/robots/") from error
+    except (OSError, yaml.YAMLError, LimitsError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return limits
+
+
+def make_queue(config: EdgeConfig, joints: int) -> ChunkQueue:
+    """The chunk queue with the configured merge rule.
+
+    Raises:
+        ConfigError: a parameter of the rule is out of range.
+    """
+    try:
+        rule = make_rule(config.ensemble.rule, config.ensemble.ramp_ticks, config.ensemble.alpha)
+    except ValueError as error:
+        raise ConfigError(f"ensemble: {error}") from error
+    return ChunkQueue(joints, rule, config.motor.period_s)

@@ -1,0 +1,215 @@
+"""``vla edge``: the supervisor. It makes the shared memory, starts the processes, restarts what may be restarted.
+
+The motor process is never restarted by itself: a new one would not know the command stream of the old one. If it
+dies, everything stops, loudly; what holds the robot then is the robot's own command time-out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import vla_edge
+from vla_common.clock import NS_PER_S, Clock, SystemClock
+from vla_common.config import ConfigError
+from vla_common.logging_setup import setup_logging
+from vla_common.manifest import ManifestError, load_manifest
+from vla_common.process import StopFlag, end_with_parent, spawn, stop_all, stop_on_signals
+from vla_common.topics import topic_spec
+from vla_common.zenoh_session import BusError, check_endpoint
+from vla_edge.child import EXIT_PERMANENT, arguments
+from vla_edge.config import EdgeConfig, load_edge_config, load_limits, make_queue
+from vla_edge.core.joint_limits import JointLimits
+from vla_edge.core.records import EdgeMemory
+from vla_edge.core.shared_buffer import remove_leftovers
+
+LOG = logging.getLogger(__name__)
+
+POLL_S: Final = 0.05
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+
+@dataclass
+class Restart:
+    """When a process that ended is started again: later each time, at once again after it ran for a while."""
+
+    minimum_s: float
+    maximum_s: float
+    reset_s: float
+    delay_s: float = 0.0
+    started_ns: int = 0
+    due_ns: int | None = None
+
+    def started(self, now_ns: int) -> None:
+        """The process was started."""
+        self.started_ns, self.due_ns = now_ns, None
+
+    def ended(self, now_ns: int) -> float:
+        """The process ended; returns the delay until its next start, seconds."""
+        lived_s = (now_ns - self.started_ns) / NS_PER_S
+        doubled_s = min(max(2.0 * self.delay_s, self.minimum_s), self.maximum_s)
+        self.delay_s = self.minimum_s if lived_s >= self.reset_s else doubled_s
+        self.due_ns = now_ns + round(self.delay_s * NS_PER_S)
+        return self.delay_s
+
+
+class Supervisor:
+    """Starts and watches the processes of one edge."""
+
+    def __init__(self, config: EdgeConfig, memory: EdgeMemory, clock: Clock) -> None:
+        """Nothing is started yet."""
+        self._config, self._memory, self._clock = config, memory, clock
+        names = ["motor", "policy", "io"] + ([] if config.record is None else ["recorder"])
+        rules = config.supervisor
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._restarts = {name: Restart(rules.backoff_min_s, rules.backoff_max_s, rules.backoff_reset_s)
+                          for name in names}
+
+    def start(self, name: str) -> None:
+        """Start a process by name."""
+        command = [sys.executable, "-m", f"vla_edge.{name}_main", *arguments(self._config, self._memory.file.path)]
+        self._children[name] = spawn(command, environment=_environment())
+        self._restarts[name].started(self._clock.monotonic_ns())
+
+    def run(self, stop: StopFlag) -> int:
+        """Keep the edge running until ``stop`` is set or the motor process dies.
+
+        Returns:
+            Exit code.
+        """
+        for name in self._restarts:
+            self.start(name)
+        while not stop.wait(POLL_S):
+            code = self._children["motor"].poll()
+            if code is not None:
+                LOG.critical("THE MOTOR PROCESS ENDED (%s): no more commands are sent and the robot's own time-out "
+                             "must hold it. Everything stops; start 'vla edge' again when the cause is found",
+                             _how(code))
+                return EXIT_FAILED
+            if not self._restart_ended():
+                return EXIT_FAILED
+        return EXIT_OK
+
+    def _restart_ended(self) -> bool:
+        """Start again what ended; False if a process says that the edge cannot work without an operator."""
+        for name, restart in self._restarts.items():
+            child, now_ns = self._children[name], self._clock.monotonic_ns()
+            code = child.poll()
+            if name == "motor" or code is None:
+                continue
+            if code == EXIT_PERMANENT:
+                if name != "recorder":
+                    LOG.critical("the %s process cannot work (see above): the edge stops", name)
+                    return False
+                if restart.due_ns is None:
+                    LOG.error("the recorder is not started again (see above)")
+                    restart.due_ns = now_ns
+            elif restart.due_ns is None:
+                delay_s = restart.ended(now_ns)
+                LOG.error("the %s process ended (%s): starting it again in %.1f s", name, _how(code), delay_s)
+            elif now_ns >= restart.due_ns:
+                self.start(name)
+        return True
+
+    def stop(self) -> None:
+        """The motor first, which brakes to rest; then the others, which see and record that."""
+        rules = self._config.supervisor
+        motor = self._children.pop("motor", None)
+        if motor is not None:
+            stop_all([motor], rules.motor_stop_s)
+        recorder = self._children.pop("recorder", None)
+        stop_all(self._children.values(), rules.others_stop_s / 2)
+        if recorder is not None:
+            stop_all([recorder], rules.others_stop_s / 2)
+
+
+def _how(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _environment() -> Mapping[str, str]:
+    """One arithmetic thread per process: the policy must not take the motor clock's cores.
+
+    The module search path lets a source tree run without being installed.
+    """
+    root = str(Path(vla_edge.__file__).resolve().parent.parent)
+    return {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+            "PYTHONPATH": ":".join([root, *filter(None, [os.environ.get("PYTHONPATH", "")])])}
+
+
+def check(config: EdgeConfig) -> JointLimits:
+    """Everything that can be wrong before a process is started.
+
+    Raises:
+        ConfigError, ManifestError, BusError: with the remedy.
+    """
+    limits = load_limits(config.robot_file, config.motor.period_s)
+    make_queue(config, len(limits))
+    for endpoint in (config.bus, config.cloud):
+        check_endpoint(endpoint, config.allow_remote)
+    try:
+        topic_spec("joint_command").topic(config.robot_id)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    load_manifest(config.model).require(limits.names, period_s=config.motor.period_s)
+    return limits
+
+
+def parse(argv: Sequence[str] | None) -> EdgeConfig:
+    """Settings from the command line.
+
+    Raises:
+        ConfigError: see :func:`load_edge_config`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="vla edge", description="Run the robot side: motor clock, policy, input and output, recording.")
+    parser.add_argument("--config", type=Path, help="settings, such as config/edge.yaml; default: built in")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+                        help="override one setting, such as policy.replan_ticks=4; may be repeated")
+    parser.add_argument("--bus", metavar="ENDPOINT", help="robot bus, such as tcp/127.0.0.1:7447")
+    parser.add_argument("--cloud", metavar="ENDPOINT", help="cloud link, such as tcp/127.0.0.1:7448")
+    parser.add_argument("--model", metavar="FOLDER", help="model folder, such as models/tabletop")
+    parser.add_argument("--robot-id", metavar="ID", dest="robot_id", help="robot id in topics: letters, digits, _")
+    parser.add_argument("--record", metavar="FILE.mcap", help="record all topics")
+    options = parser.parse_args(argv)
+    given = [f"{key}={value}" for key in ("bus", "cloud", "model", "robot_id", "record")
+             if (value := getattr(options, key)) is not None]
+    return load_edge_config(options.config, [*options.overrides, *given])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the edge until SIGINT or SIGTERM; returns the exit code (0 stopped, 1 failed, 2 wrong settings)."""
+    setup_logging("edge")
+    end_with_parent()
+    try:
+        config = parse(argv)
+        limits = check(config)
+    except (ConfigError, ManifestError, BusError) as error:
+        LOG.error("%s", error)
+        return EXIT_USAGE
+    stop = stop_on_signals(grace_s=4.0)
+    for path in remove_leftovers():
+        LOG.warning("removed %s, left behind by a killed edge", path)
+    try:
+        memory = EdgeMemory.create(config.robot_id, len(limits))
+    except OSError as error:
+        LOG.error("no shared memory for the edge: %s; free some of /dev/shm", error)
+        return EXIT_FAILED
+    supervisor = Supervisor(config, memory, SystemClock())
+    try:
+        return supervisor.run(stop)
+    finally:
+        supervisor.stop()
+        memory.file.unlink()
+        memory.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

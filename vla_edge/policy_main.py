@@ -1,0 +1,192 @@
+"""The policy process: contexts in, chunks out. It may be slow, hang or die; the motor process then brakes and holds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from typing import Any, Final
+
+from vla_common.manifest import Manifest, load_manifest
+from vla_common.messages import new
+from vla_common.metrics import Counters, Histogram, RateMeter
+from vla_common.tensors import tokens_of
+from vla_common.wire import WireError, decode, encode, make_header, stamp_ns
+from vla_common.zenoh_session import Bus, open_bus
+from vla_edge.adapters.denoiser_onnx import OnnxDenoiser
+from vla_edge.child import Child, main_exit, run
+from vla_edge.core.chunk import REJECTS, ActionChunk
+from vla_edge.core.context_mailbox import Context, ContextMailbox, MailboxConfig
+from vla_edge.core.planner import MotorView, Planner, PlannerConfig
+from vla_edge.core.records import Record, fill_chunk
+from vla_edge.core.shield import State
+
+LOG = logging.getLogger(__name__)
+
+NS: Final = 1_000_000_000
+STATUS_PERIOD_NS: Final = NS // 10
+MEASUREMENT_MAX_AGE_NS: Final = NS // 5
+SETTLE_NS: Final = 1_000_000
+"""After the tick's deadline, so that the record of that tick is there when the loop looks."""
+
+
+def make_planner(child: Child, manifest: Manifest, denoiser: OnnxDenoiser, session: str) -> Planner:
+    """The planner for a model, checked against the robot.
+
+    Raises:
+        ManifestError: the model is for other joints or another tick.
+    """
+    config = child.config
+    manifest.require(child.limits.names, period_s=config.motor.period_s)
+    mailbox = ContextMailbox(manifest.model_hash, MailboxConfig((manifest.context.num_tokens, manifest.context.dim),
+                                                                max_age_s=config.policy.max_context_age_s))
+    settings = PlannerConfig(config.motor.period_s, manifest.horizon, config.policy.bridge_s,
+                             config.policy.home_phrases, config.policy.home_limit_share,
+                             float(manifest.extra.get("noise_scale", 0.0)), config.policy.noise_seed)
+    return Planner(session, child.limits, denoiser, mailbox, settings)
+
+
+class PolicyLoop:
+    """One turn: what arrived, a chunk if it is time for one, heartbeat, status."""
+
+    def __init__(self, child: Child, planner: Planner, mailbox_model: str, engine: str, bus: Bus, cloud: Bus) -> None:
+        """Subscribe and announce."""
+        robot = child.config.robot_id
+        self._child, self._planner, self._model, self._engine = child, planner, mailbox_model, engine
+        self._memory, self._clock = child.memory, child.clock
+        self._contexts = cloud.latest("context", robot)
+        self._instructions = bus.latest("instruction", robot)
+        self._chunks_out = bus.publisher("action_chunk", robot)
+        self._status_out = bus.publisher("policy_status", robot)
+        self._chunk_record, self._heartbeat = self._memory.blank("chunk"), self._memory.blank("policy")
+        self._heartbeat["pid"] = os.getpid()
+        self._seen = {"motor": 0, "joints": 0}
+        self._motor: MotorView | None = None
+        self._rejects_by_motor: Record | None = None
+        self._closure, self._closure_ns = 0.0, 0
+        self._planned_tick: int | None = None
+        self._rejects, self._context_rate, self._denoise_s = Counters(), RateMeter(), Histogram(1024)
+        self._chunk_count = 0
+        self._status_due_ns = 0
+
+    def turn(self) -> int:
+        """Do what is due; returns the instant of the next turn, ns."""
+        now_ns = self._clock.monotonic_ns()
+        self._receive(now_ns)
+        motor = self._newest_motor()
+        replan_ticks = self._child.config.policy.replan_ticks
+        period_ns = round(self._child.config.motor.period_s * NS)
+        is_current = motor is not None and now_ns - motor.stamp_ns <= self._child.config.policy.motor_max_age_s * NS
+        if motor is not None and is_current and (
+                self._planned_tick is None or motor.tick >= self._planned_tick + replan_ticks):
+            self._plan(motor, now_ns)
+        self._beat(now_ns)
+        if now_ns >= self._status_due_ns:
+            self._status_due_ns = now_ns + STATUS_PERIOD_NS
+            self._publish_status(now_ns)
+        if motor is None or not is_current or self._planned_tick is None:
+            return now_ns + 2 * period_ns
+        due_ns = motor.stamp_ns + (self._planned_tick + replan_ticks - motor.tick) * period_ns + SETTLE_NS
+        return due_ns if due_ns > now_ns else now_ns + SETTLE_NS
+
+    def _receive(self, now_ns: int) -> None:
+        io = self._memory.read("io")
+        if io is not None:
+            self._planner.bind_session(io[1]["session"].item().decode())
+        while (received := self._instructions.try_recv()) is not None:
+            try:
+                self._planner.set_instruction(str(decode("std_msgs/String", received.payload).data), now_ns)
+            except WireError as error:
+                self._rejects.add(f"instruction_{error.cause}")
+        while (received := self._contexts.try_recv()) is not None:
+            try:
+                context = context_of(decode("ContextTokens", received.payload))
+            except WireError as error:
+                self._rejects.add(f"context_{error.cause}")
+                continue
+            reject = self._planner.offer(context, received.received_ns)
+            if reject is None:
+                self._context_rate.record(now_ns)
+            else:
+                self._rejects.add(reject.value)
+
+    def _newest_motor(self) -> MotorView | None:
+        found = self._memory.read("motor", self._seen["motor"])
+        if found is not None:
+            self._seen["motor"], record = found
+            self._rejects_by_motor = record["rejects"]
+            self._motor = MotorView(int(record["tick"]), int(record["stamp_ns"]), record["position"],
+                                    record["velocity"], record["acceleration"], State(int(record["state"])))
+        joints = self._memory.read("joints", self._seen["joints"])
+        if joints is not None:
+            self._seen["joints"], record = joints
+            self._closure, self._closure_ns = float(record["position"][-1]), int(record["stamp_ns"])
+        return self._motor
+
+    def _plan(self, motor: MotorView, now_ns: int) -> None:
+        closure = self._closure if now_ns - self._closure_ns <= MEASUREMENT_MAX_AGE_NS else None
+        chunk = self._planner.plan(motor, closure, now_ns)
+        self._planned_tick = motor.tick
+        if chunk is None:
+            if self._planner.why_not is not None:
+                self._rejects.add(self._planner.why_not.value)
+            return
+        fill_chunk(self._chunk_record, chunk)
+        self._memory.write("chunk", self._chunk_record)
+        self._chunk_count += 1
+        self._denoise_s.record((self._clock.monotonic_ns() - now_ns) / NS)
+        self._chunks_out.put(encode(chunk_message(chunk, motor.stamp_ns)))
+
+    def _beat(self, now_ns: int) -> None:
+        beat = self._heartbeat
+        beat["loops"] += 1
+        beat["stamp_ns"], beat["ready"] = now_ns, self._planner.ready(now_ns)
+        self._memory.write("policy", beat)
+
+    def _publish_status(self, now_ns: int) -> None:
+        counts = self._rejects.snapshot()
+        if self._rejects_by_motor is not None:
+            counts.update({reject.value: int(count) for reject, count in
+                           zip(REJECTS, self._rejects_by_motor, strict=True) if count})
+        pair, summary = self._planner.pair, self._denoise_s.summary()
+        self._status_out.put(encode(new(
+            "PolicyStatus", header=make_header(now_ns),
+            context_age_s=-1.0 if pair is None else (now_ns - pair.now.stamp_ns) / NS,
+            context_rate_hz=self._context_rate.rate_hz(now_ns), denoise_s=summary.last, denoise_p50_s=summary.p50,
+            denoise_p99_s=summary.p99, chunks=self._chunk_count, reject_names=list(counts),
+            reject_counts=list(counts.values()), engine=self._engine)))
+
+
+def context_of(message: Any) -> Context:
+    """A decoded ContextTokens message for the mailbox.
+
+    Raises:
+        WireError: the tokens do not fit their own description or are not finite.
+    """
+    return Context(message.session, int(message.sequence), stamp_ns(message.header), message.model_hash.tobytes(),
+                   message.instruction_hash.tobytes(), tokens_of(message))
+
+
+def chunk_message(chunk: ActionChunk, now_ns: int) -> Any:
+    """A chunk as it is recorded."""
+    return new("ActionChunk", header=make_header(now_ns), session=chunk.session, sequence=chunk.sequence,
+               base_tick=chunk.base_tick, period_s=chunk.period_s, observation_stamp_ns=chunk.observation_stamp_ns,
+               joint_names=list(chunk.names), horizon=len(chunk.positions), positions=chunk.positions)
+
+
+def body(child: Child) -> None:
+    """Load the model, then plan until told to stop."""
+    config = child.config
+    manifest = load_manifest(config.model)
+    denoiser = OnnxDenoiser(config.model, manifest)
+    planner = make_planner(child, manifest, denoiser, secrets.token_hex(8))
+    with open_bus(config.bus, node=f"vla_policy_{config.robot_id}", allow_remote=config.allow_remote) as bus, \
+            open_bus(config.cloud, node=f"vla_policy_{config.robot_id}", allow_remote=config.allow_remote) as cloud:
+        LOG.info("model %s on %s", manifest.name, denoiser.engine)
+        loop = PolicyLoop(child, planner, manifest.name, denoiser.engine, bus, cloud)
+        while not child.stop.is_set():
+            child.clock.sleep_until_ns(loop.turn())
+
+
+if __name__ == "__main__":
+    main_exit(run("policy", body))

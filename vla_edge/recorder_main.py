@@ -1,0 +1,78 @@
+"""The recorder process: the wire bytes of every topic of both networks into one MCAP file. Nothing waits for it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Final
+
+from vla_common.clock import Clock, sleep_s
+from vla_common.manifest import load_manifest
+from vla_common.topics import TOPICS, TopicSpec
+from vla_common.zenoh_session import Bus, QueueSubscriber, open_bus
+from vla_edge.adapters.mcap_recorder import McapRecorder, RecordingError
+from vla_edge.child import Child, PermanentError, main_exit, run
+
+LOG = logging.getLogger(__name__)
+
+POLL_S: Final = 0.02
+QUEUE: Final = 256
+
+
+def free_path(path: Path) -> Path:
+    """``path``, or with a number before the suffix if it exists: a restarted recorder keeps its predecessor's file."""
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        number += 1
+    return candidate
+
+
+def subscribe(buses: dict[str, Bus], robot: str, cameras: list[str]) -> list[tuple[str, QueueSubscriber]]:
+    """A queue for every topic: ROS topic name and subscriber."""
+    readers = []
+    for spec in TOPICS.values():
+        for camera in cameras if "{camera}" in spec.pattern else [""]:
+            readers.append((spec.topic(robot, camera), buses[spec.network].queue(spec, robot, camera, capacity=QUEUE)))
+    return readers
+
+
+def drain(readers: list[tuple[str, QueueSubscriber]], recorder: McapRecorder, clock: Clock) -> None:
+    """Write everything that has arrived."""
+    for topic, subscriber in readers:
+        spec: TopicSpec = subscriber.spec
+        for _ in range(QUEUE):
+            received = subscriber.try_recv()
+            if received is None:
+                break
+            now_ns = clock.wall_ns()
+            sent = received.attachment
+            recorder.write(topic, spec.type_name, received.payload, now_ns,
+                           now_ns if sent is None else sent.source_time_ns, 0 if sent is None else sent.sequence)
+
+
+def body(child: Child) -> None:
+    """Record until told to stop."""
+    config = child.config
+    if config.record is None:
+        raise PermanentError("no file to record to: give --record FILE.mcap")
+    cameras = [camera.name for camera in load_manifest(config.model, verify=False).cameras]
+    node = f"vla_recorder_{config.robot_id}"
+    try:
+        recorder = McapRecorder(free_path(config.record))
+        with open_bus(config.bus, node=node, allow_remote=config.allow_remote) as bus, \
+                open_bus(config.cloud, node=node, allow_remote=config.allow_remote) as cloud:
+            readers = subscribe({"bus": bus, "cloud": cloud}, config.robot_id, cameras)
+            LOG.info("recording to %s", recorder.path)
+            while not child.stop.is_set():
+                drain(readers, recorder, child.clock)
+                sleep_s(child.clock, POLL_S)
+            drain(readers, recorder, child.clock)
+            recorder.close()
+        LOG.info("%d messages in %s", recorder.messages, recorder.path)
+    except RecordingError as error:
+        raise PermanentError(str(error)) from error
+
+
+if __name__ == "__main__":
+    main_exit(run("recorder", body))
