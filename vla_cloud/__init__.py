@@ -1,0 +1,1 @@
+"""The cloud side: observations in, context tokens out, at 10 Hz per robot."""
