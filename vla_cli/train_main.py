@@ -20,8 +20,8 @@ STAGES = ("data", "vision", "head", "export", "evaluate")
 class DataConfig:
     """How many expert episodes and single scenes to make, and with how many processes."""
 
-    episodes: int = 1600
-    grounding_frames: int = 24000
+    episodes: int = 1200
+    grounding_frames: int = 14000
     workers: int = 2
 
 
@@ -29,8 +29,8 @@ class DataConfig:
 class VisionConfig:
     """Stage 1: language grounding on images."""
 
-    steps: int = 24000
-    batch: int = 32
+    steps: int = 9000
+    batch: int = 40
     learning_rate: float = 8e-4
 
 
@@ -38,8 +38,8 @@ class VisionConfig:
 class HeadConfig:
     """Stage 2: the action head on cached contexts."""
 
-    samples_per_frame: int = 12
-    steps: int = 9000
+    samples_per_frame: int = 10
+    steps: int = 4500
     batch: int = 512
     learning_rate: float = 8e-4
 
@@ -50,7 +50,7 @@ class TrainConfig:
 
     seed: int = 1
     threads: int = 2
-    evaluate_episodes: int = 100
+    evaluate_episodes: int = 40
     data: DataConfig = field(default_factory=DataConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
