@@ -126,7 +126,7 @@ def write_model_folder(
             "pixel_std": vlm.config.pixel_std,
         },
         seeds=dict(seeds),
-        metrics={"onnx_max_difference": difference, **metrics},
+        metrics={**metrics, "onnx_max_difference": difference},
         extra={"vlm": vlm.config.to_dict(), "head": c.to_dict(), "noise_scale": 0.0, "opset": export_onnx.OPSET},
     )
     write_manifest(folder, manifest)

@@ -136,3 +136,15 @@ def test_exported_graphs_match_torch(tmp_path) -> None:
     for name in (export_onnx.CONTEXT_KV, export_onnx.DENOISE):
         raw = (tmp_path / name).read_bytes()
         assert b".py" not in raw, "the exporter left source paths in the graph"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_export_command_writes_a_folder_that_verifies(tmp_path, capsys) -> None:
+    from vla_cli.export_main import main
+    from vla_common.manifest import load_manifest
+
+    assert main(["--out", str(tmp_path), "--steps", "2"]) == 0
+    assert "2 Euler steps" in capsys.readouterr().out
+    assert load_manifest(tmp_path).extra["head"]["euler_steps"] == 2
+    assert main(["--model", str(tmp_path / "missing"), "--out", str(tmp_path)]) == 2
