@@ -19,6 +19,7 @@ LOG = logging.getLogger(__name__)
 
 PARENT_VARIABLE: Final = "VLA_PARENT_PID"
 _PR_SET_PDEATHSIG: Final = 1
+_SAME_SIGNAL_S: Final = 0.3
 
 
 class StopFlag:
@@ -54,18 +55,22 @@ class StopFlag:
 def stop_on_signals(grace_s: float = 2.0) -> StopFlag:
     """Turn SIGINT and SIGTERM into a flag. Call from the main thread.
 
-    A second signal ends the process at once. So does the end of ``grace_s`` after the first: a process that does not
-    heed the flag must not stay behind.
+    A second signal ends the process at once, unless it comes with the first: the kernel reports the death of a parent
+    once for each of the parent's threads. So does the end of ``grace_s`` after the first signal: a process that does
+    not heed the flag must not stay behind.
     """
-    flag = StopFlag()
+    flag, insist = StopFlag(), StopFlag()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if flag.is_set():
+        if insist.is_set():
             os._exit(128 + number)
+        if flag.is_set():
+            return
         flag.set()
-        watchdog = threading.Timer(grace_s, _give_up, args=(grace_s, number))
-        watchdog.daemon = True
-        watchdog.start()
+        for delay_s, action in ((_SAME_SIGNAL_S, insist.set), (grace_s, lambda: _give_up(grace_s, number))):
+            timer = threading.Timer(delay_s, action)
+            timer.daemon = True
+            timer.start()
 
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)

@@ -1,8 +1,10 @@
 """The wire: CDR payloads with version and checksum, without ROS installed.
 
 Every vla_runtime message ends with ``crc32``, the CRC32 of all payload bytes before it, so the last four bytes of the
-payload are the checksum in every wire version. Reading never raises anything but a :class:`WireError`; whoever
-receives counts errors by :attr:`WireError.cause`.
+payload are the checksum in every wire version. A ROS node that publishes one of these types must send the bytes of
+:func:`encode` (rclpy publishers take bytes), since ROS itself leaves padding bytes undefined.
+
+Reading never raises anything but a :class:`WireError`; whoever receives counts errors by :attr:`WireError.cause`.
 """
 
 from __future__ import annotations

@@ -206,8 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return supervisor.run(stop)
     finally:
-        supervisor.stop()
+        # First, so that nothing is left whatever keeps the rest from ending in time; who has it mapped keeps it.
         memory.file.unlink()
+        supervisor.stop()
         memory.close()
 
 

@@ -237,7 +237,7 @@ class Rig:
         if self.edge.poll() is None:
             self.edge.terminate()
             try:
-                self.edge.wait(4.0)
+                self.edge.wait(6.0)
             except subprocess.TimeoutExpired:
                 self.edge.kill()
                 self.edge.wait()

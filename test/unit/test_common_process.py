@@ -89,10 +89,21 @@ def test_deaf_and_stubborn_children_end_too(tmp_path):
 def test_second_signal_ends_at_once(tmp_path):
     child = start(DEAF.replace("grace_s=0.5", "grace_s=60"), tmp_path / "log")
     child.send_signal(signal.SIGINT)
-    sleep_s(CLOCK, 0.2)
+    sleep_s(CLOCK, 1.0)
     assert child.poll() is None
     child.send_signal(signal.SIGINT)
     assert child.wait(60) == 128 + signal.SIGINT
+
+
+def test_signals_that_come_together_count_once(tmp_path):
+    """As from the kernel, when a parent of several threads dies."""
+    child = start(DEAF.replace("grace_s=0.5", "grace_s=60"), tmp_path / "log")
+    for _ in range(3):
+        child.send_signal(signal.SIGTERM)
+    sleep_s(CLOCK, 1.0)
+    assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 128 + signal.SIGTERM
 
 
 def test_children_die_with_a_killed_parent(tmp_path):
