@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,10 +68,14 @@ def main() -> None:
     for run in named.values():
         for _ in range(10):
             run()
-    for _ in range(args.rounds):  # interleaved, so that a disturbance of the machine meets all alike
-        for name, run in named.items():
+    order, shuffle = list(named), random.Random(0)
+    for _ in range(args.rounds):
+        # Interleaved, so that a disturbance of the machine meets all alike; shuffled, so that none always runs on the
+        # caches that the same other one left behind.
+        shuffle.shuffle(order)
+        for name in order:
             start = time.perf_counter()
-            run()
+            named[name]()
             taken[name].append((time.perf_counter() - start) * 1e3)
     base = float(np.median(taken[next(iter(named))]))
     table = {

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from vla_common.clock import Clock, SystemClock
@@ -52,27 +50,6 @@ class Child:
     stop: StopFlag
 
 
-def stop_with_parent() -> StopFlag:
-    """A flag that is set by SIGINT, SIGTERM and the death of the parent.
-
-    The kernel reports the parent's death once for each of its threads, and a second SIGTERM means "at once": in the
-    motor process that would be the end of the stream in mid-motion. So the report comes as a signal of its own, and
-    only the first one counts.
-    """
-    stop = stop_on_signals()
-    reported = False
-
-    def parent_died(number: int, frame: FrameType | None) -> None:
-        nonlocal reported
-        if not reported and not stop.is_set():
-            reported = True
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    signal.signal(signal.SIGUSR1, parent_died)
-    end_with_parent(signal_number=signal.SIGUSR1)
-    return stop
-
-
 def arguments(config: EdgeConfig, memory: Path) -> list[str]:
     """Command line of a child."""
     return ["--settings", config.to_json(), "--memory", str(memory)]
@@ -87,7 +64,8 @@ def run(name: str, body: Callable[[Child], None], argv: Sequence[str] | None = N
     # The supervisor is dead if the parent is another; its shared memory then is ours to remove.
     supervisor_pid = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
     setup_logging(name)
-    stop = stop_with_parent()
+    stop = stop_on_signals()  # before the kernel may tell the parent's death
+    end_with_parent()
     parser = argparse.ArgumentParser(prog=f"vla edge: {name}", description="Started by 'vla edge', not by hand.")
     parser.add_argument("--settings", required=True)
     parser.add_argument("--memory", type=Path, required=True)

@@ -1,9 +1,6 @@
 """The supervisor's rules and its command line."""
 
 import logging
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fault"))
 
 from edge_rig import ROBOT_FILE, make_model
 
-from vla_common.clock import SystemClock, sleep_s
 from vla_common.config import ConfigError
 from vla_common.manifest import FileChanged, ManifestMissing, ModelMismatch
 from vla_common.zenoh_session import BusError
@@ -84,27 +80,3 @@ def test_wrong_settings_end_with_a_message_and_code_2(arguments, caplog, monkeyp
     with caplog.at_level(logging.ERROR):
         assert main(["--set", f"robot_file={ROBOT_FILE}", *arguments]) == 2
     assert caplog.records and not any(record.exc_info for record in caplog.records)
-
-
-STOPPING = """
-import sys
-from vla_common.clock import SystemClock, sleep_s
-from vla_edge.child import stop_with_parent
-stop = stop_with_parent()
-print("ready", flush=True)
-stop.wait(10.0)
-sleep_s(SystemClock(), 0.3)  # brakes to rest
-print("at rest", flush=True)
-"""
-
-
-@pytest.mark.parametrize("number, code, said", [(signal.SIGUSR1, 0, b"at rest\n"), (signal.SIGTERM, 128 + 15, b"")])
-def test_a_parents_death_told_twice_does_not_cut_the_stop_short(number, code, said):
-    """The kernel tells it once per thread of the parent; only an operator's second signal means "at once"."""
-    child = subprocess.Popen([sys.executable, "-c", STOPPING], stdout=subprocess.PIPE,
-                             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
-    assert child.stdout.readline() == b"ready\n"
-    for _ in range(2):
-        child.send_signal(number)
-        sleep_s(SystemClock(), 0.05)
-    assert child.communicate(timeout=10)[0] == said and child.returncode == code
