@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="vla cloud", description=__doc__)
     result.add_argument("--config", type=Path, help="YAML file, such as config/cloud.yaml; default: built-in values")
     result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one value")
-    result.add_argument("--listen", help="Zenoh endpoint to host, such as tcp/127.0.0.1:7447")
+    result.add_argument("--listen", help="Zenoh endpoint to host, such as tcp/127.0.0.1:7448")
     result.add_argument("--model", type=Path, help="model folder, such as models/tabletop")
     result.add_argument("--threads", type=int, help="threads of torch")
     result.add_argument(

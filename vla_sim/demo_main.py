@@ -165,7 +165,9 @@ class Demo:
         for event in self._tail.read():
             if event["kind"] == "outage":
                 duration_s = (event["end_ns"] - event["start_ns"]) / NS_PER_S
-                self._note(f"outage of {duration_s:.1f} s in episode {event['episode'] + 1}")
+                ahead_s = max(0.0, (event["start_ns"] - now_ns) / NS_PER_S)
+                when = f"in {ahead_s:.0f} s" if ahead_s > 1.0 else f"in episode {event['episode'] + 1}"
+                self._note(f"outage of {duration_s:.1f} s {when}")
 
     def _look_after_processes(self, now_ns: int) -> None:
         """Simulator and edge are the robot: without them the run ends. Cloud and link come back after a moment."""

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from vla_sim.motion_metrics import differentiate
+from vla_sim.motion_metrics import QUANTITIES, differentiate
 from vla_sim.report_data import PERIOD_S, STATE_NAMES, RunData, denoise_times_s
 
 STATE_COLOURS: Final = ("#2a9d8f", "#e9c46a", "#f4a261", "#c1121f")
@@ -26,6 +26,7 @@ OUTCOME_COLOURS: Final = {"success": "#2a9d8f", "wrong_object": "#7b2cbf", "time
 INK, BLUE, FAULT, FAULT_BAND, GRID = "#22303c", "#2b6cb0", "#c1121f", "#f2b5a7", "#e3e8ee"
 MAX_POINTS: Final = 3000
 DETAIL_S: Final = 30.0
+CLOSE_UP_S: Final = 8.0
 _STYLE: Final[Any] = {
     "font.size": 9, "axes.edgecolor": "#9aa7b4", "axes.labelcolor": INK, "text.color": INK, "xtick.color": "#52606d",
     "ytick.color": "#52606d", "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.8, "axes.axisbelow": True,
@@ -158,23 +159,30 @@ def _envelope(values: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64])
 
 
 def draw_limits(data: RunData, figure: Figure) -> None:
-    """Speed, acceleration and jerk of the commands as fractions of their limits, all joints, whole run."""
+    """Speed, acceleration and jerk as fractions of their limits: the whole run, and each joint for some seconds."""
     found = differentiate(data.stream.command.reshape(-1, len(data.limits)), PERIOD_S)
     seconds = data.seconds(data.stream.stamp_ns)
-    panels = figure.subplots(3, 1, sharex=True)
-    colours = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(data.limits)))
-    for axes, name in zip(panels, ("velocity", "acceleration", "jerk"), strict=True):
+    panels = figure.subplots(3, 2, sharex="col", sharey=True)
+    low_s = detail_window(data)[0]
+    for (whole, detail), name in zip(panels, QUANTITIES, strict=True):
         fraction = np.abs(getattr(found, name)) / getattr(data.limits, name)
         if len(fraction):
-            at_s, peak = _envelope(fraction, seconds[-len(fraction):])
-            for joint in range(peak.shape[1]):
-                axes.plot(at_s, peak[:, joint], lw=0.8, color=colours[joint], label=data.limits.names[joint])
-        axes.axhline(1.0, color=FAULT, lw=1.2)
-        axes.set(ylabel=f"|{name}| / limit", ylim=(0, 1.12))
-        _shade(axes, data)
-    panels[-1].set(xlabel="time, s", xlim=(0, _end_s(data)))
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=8, fontsize=8)
+            at_s = seconds[-len(fraction):]
+            whole.fill_between(*_envelope(fraction.max(axis=1), at_s), color=BLUE, alpha=0.75, lw=0)
+            rows = (at_s >= low_s) & (at_s <= low_s + CLOSE_UP_S)
+            for joint, colour in enumerate(plt.get_cmap("viridis")(np.linspace(0, 0.9, len(data.limits)))):
+                detail.plot(at_s[rows], fraction[rows, joint], lw=0.9, color=colour, label=data.limits.names[joint])
+        for axes in (whole, detail):
+            axes.axhline(1.0, color=FAULT, lw=1.2)
+            axes.set_ylim(0, 1.12)
+            _shade(axes, data)
+        whole.set_ylabel(f"|{name}| / limit")
+    panels[0, 0].set_title("whole run, largest of all joints")
+    panels[0, 1].set_title(f"each joint, {CLOSE_UP_S:g} s from the first episode on")
+    panels[2, 0].set(xlabel="time, s", xlim=(0, _end_s(data)))
+    panels[2, 1].set(xlabel="time, s", xlim=(low_s, low_s + CLOSE_UP_S))
+    handles, labels = panels[0, 1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8)
 
 
 def draw_lateness(data: RunData, figure: Figure) -> None:
