@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from vla_sim.motion_metrics import QUANTITIES, differentiate
+from vla_sim.motion_metrics import QUANTITIES, differentiate, segment_starts
 from vla_sim.report_data import PERIOD_S, STATE_NAMES, RunData, denoise_times_s
 
 STATE_COLOURS: Final = ("#2a9d8f", "#e9c46a", "#f4a261", "#c1121f")
@@ -164,8 +164,12 @@ def draw_limits(data: RunData, figure: Figure) -> None:
     seconds = data.seconds(data.stream.stamp_ns)
     panels = figure.subplots(3, 2, sharex="col", sharey=True)
     low_s = detail_window(data)[0]
-    for (whole, detail), name in zip(panels, QUANTITIES, strict=True):
+    # Across a start of the stream (commands not recorded, a re-entry) a difference means nothing.
+    starts = np.concatenate(segment_starts(data.stream, data.missed_ticks)).astype(np.int64)
+    for order, ((whole, detail), name) in enumerate(zip(panels, QUANTITIES, strict=True), start=1):
         fraction = np.abs(getattr(found, name)) / getattr(data.limits, name)
+        for back in range(order):
+            fraction[np.clip(starts - 1 - back, 0, max(0, len(fraction) - 1))] = 0.0
         if len(fraction):
             at_s = seconds[-len(fraction):]
             whole.fill_between(*_envelope(fraction.max(axis=1), at_s), color=BLUE, alpha=0.75, lw=0)
