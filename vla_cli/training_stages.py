@@ -36,7 +36,7 @@ def demo_configs() -> tuple[VlmConfig, FlowHeadConfig]:
     """Shapes of the demo policy: 1.6 M parameters in the cloud, 1.4 M on the edge."""
     vit = VitConfig(96, 12, 128, 4, 4, 384, activation="gelu_tanh", stem=((4, 64), (3, 128)))
     llama = LlamaConfig(len(tasks.VOCABULARY), 128, 4, 4, 2, 384, max_position_embeddings=64, lm_head=False)
-    return VlmConfig(vit, llama, text_length=TEXT_LENGTH), FlowHeadConfig(chain=demo_chain())
+    return VlmConfig(vit, llama, text_length=TEXT_LENGTH), FlowHeadConfig(chain=demo_chain(), smooth_degree=3)
 
 
 def demo_chain() -> dict[str, Any]:

@@ -24,8 +24,8 @@ from vla_edge.core.shield import ShieldConfig
 class EnsembleConfig:
     """How a new chunk is merged with the queued trajectory; see :mod:`vla_edge.core.ensembler`."""
 
-    rule: Literal["ramp", "constant", "replace"] = "ramp"
-    ramp_ticks: int = 8
+    rule: Literal["ramp", "speed_ramp", "constant", "replace"] = "speed_ramp"
+    ramp_ticks: int = 5
     alpha: float = 0.5
 
 

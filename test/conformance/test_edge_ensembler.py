@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from vla_edge.core.ensembler import ConstantAlpha, MinimumJerkRamp, Replace, make_rule
+from vla_edge.core.ensembler import ConstantAlpha, MinimumJerkRamp, Replace, SpeedRamp, make_rule
 
 RULES = {"replace": Replace(), "alpha 0.5": ConstantAlpha(0.5), "alpha 0.3": ConstantAlpha(0.3),
-         "ramp 8": MinimumJerkRamp(8), "ramp 12": MinimumJerkRamp(12), "ramp 1": MinimumJerkRamp(1)}
+         "ramp 8": MinimumJerkRamp(8), "ramp 12": MinimumJerkRamp(12), "ramp 1": MinimumJerkRamp(1),
+         "speed ramp 6": SpeedRamp(6), "speed ramp 8": SpeedRamp(8), "speed ramp 1": SpeedRamp(1)}
 
 
 def merged(rule, old, new):
@@ -32,6 +33,8 @@ def test_agreement_changes_nothing(rule, rows):
 def test_the_result_lies_between_both(rule, rows):
     rng = np.random.default_rng(rows)
     old, new = rng.normal(size=(rows, 3)), rng.normal(size=(rows, 3))
+    if isinstance(rule, SpeedRamp):
+        pytest.skip("it blends speeds: where they disagree it leaves the band between both positions")
     out = merged(rule, old, new)
     assert (out >= np.minimum(old, new) - 1e-12).all() and (out <= np.maximum(old, new) + 1e-12).all()
 
@@ -56,6 +59,21 @@ def test_a_ramp_is_over_when_the_overlap_ends():
     np.testing.assert_allclose(out[:, 0], [10 * x**3 - 15 * x**4 + 6 * x**5 for x in (0.0, 0.25, 0.5, 0.75)])
 
 
+def test_a_speed_ramp_never_passes_the_new_speed():
+    """Both start at the same point with speeds 0 and 1; a ramp of positions overshoots by 45 %."""
+    old, new = np.zeros((16, 1)), np.arange(16.0)[:, None]
+    speed = np.diff(merged(SpeedRamp(6), old, new)[:, 0])
+    assert speed[0] < 0.05 and (np.diff(speed[:6]) > 0.0).all() and speed[:6].max() <= 1.0 + 1e-12
+    assert np.diff(merged(MinimumJerkRamp(6), old, new)[:, 0]).max() > 1.4
+
+
+def test_a_speed_ramp_is_back_on_the_new_trajectory_when_the_overlap_ends():
+    old, new = np.zeros((30, 2)), np.cumsum(np.ones((30, 2)), axis=0)
+    out = merged(SpeedRamp(6), old, new)
+    assert (out[0] == old[0]).all()
+    np.testing.assert_allclose(out[-1], new[-1], atol=0.01)
+
+
 def acceleration_of(rule):
     """Largest |a| when two 100 Hz chunks at rest disagree by 50 mrad: the case measured in the field."""
     old, new = np.zeros((30, 1)), np.full((30, 1), 0.05)
@@ -74,6 +92,7 @@ def test_rules_by_name():
     assert isinstance(make_rule("ramp", ramp_ticks=3), MinimumJerkRamp)
     assert isinstance(make_rule("constant", alpha=0.2), ConstantAlpha)
     assert isinstance(make_rule("replace"), Replace)
+    assert isinstance(make_rule("speed_ramp", ramp_ticks=3), SpeedRamp)
     for name, options in (("latest", {}), ("ramp", {"ramp_ticks": 0}), ("constant", {"alpha": 1.5})):
         with pytest.raises(ValueError):
             make_rule(name, **options)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from vla_models import export_onnx
-from vla_models.flow_head import ContextKv, FlowHead, FlowHeadConfig
+from vla_models.flow_head import ContextKv, FlowHead, FlowHeadConfig, polynomial_projection
 from vla_models.kinematics import ForwardKinematics
 from vla_models.llama import LlamaConfig
 from vla_models.text import InstructionTooLong, UnknownWord, tokenize
@@ -148,3 +150,30 @@ def test_export_command_writes_a_folder_that_verifies(tmp_path, capsys) -> None:
     assert "2 Euler steps" in capsys.readouterr().out
     assert load_manifest(tmp_path).extra["head"]["euler_steps"] == 2
     assert main(["--model", str(tmp_path / "missing"), "--out", str(tmp_path)]) == 2
+
+
+def test_polynomial_projection_keeps_smooth_chunks_and_averages_noise() -> None:
+    projection = polynomial_projection(16, 3).double()
+    t = torch.arange(1, 17, dtype=torch.float64) / 16
+    smooth = 0.3 * t - 0.2 * t**2 + 0.1 * t**3
+    torch.testing.assert_close(projection @ smooth, smooth, atol=1e-5, rtol=0)
+    torch.testing.assert_close(projection @ projection, projection, atol=1e-5, rtol=0)
+    noise = torch.randn(16, 500, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    roughness = [torch.diff(x, n=2, dim=0).square().mean().sqrt() for x in (noise, projection @ noise)]
+    assert roughness[1] < 0.1 * roughness[0]
+    assert (polynomial_projection(16, 0) == torch.eye(16)).all()
+
+
+def test_only_the_arms_joints_are_smoothed() -> None:
+    config = dataclasses.replace(small_head().config, smooth_degree=1)
+    torch.manual_seed(0)
+    plain, smooth = small_head(), FlowHead(config).eval()
+    smooth.load_state_dict(plain.state_dict())  # no weight of its own: the same file serves both
+    context, state = export_onnx.example_inputs(plain)
+    with torch.no_grad():
+        kv = plain.context_kv(context["context"], context["context_prev"])
+        raw, smoothed = (
+            h.denoise(kv, state["proprio"], state["age_s"], state["dt_s"], state["noise"]) for h in (plain, smooth)
+        )
+    torch.testing.assert_close(smoothed[..., 2], raw[..., 2])
+    assert torch.diff(smoothed[0, :, :2], n=2, dim=0).abs().max() < 1e-6
