@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from vla_sim.config import IMAGE_HZ
 from vla_sim.images import encode_jpeg
 from vla_sim.world import TabletopWorld
 
@@ -120,9 +119,3 @@ def episode_bounds(shard: Shard) -> tuple[np.ndarray, np.ndarray]:
     stops = np.concatenate([change, [len(episode)]]) - 1
     which = np.searchsorted(starts, np.arange(len(episode)), side="right") - 1
     return starts[which], stops[which]
-
-
-def previous_rows(shard: Shard, age_s: float = 0.5) -> np.ndarray:
-    """Row int64[F] of the frame `age_s` older in the same episode; the oldest one if there is none."""
-    first, _ = episode_bounds(shard)
-    return np.maximum(np.arange(len(first)) - round(age_s * IMAGE_HZ), first)

@@ -1,6 +1,5 @@
 """Task specifications, instruction phrasings and the word-level vocabulary.
 
-text ──encode_instruction──▶ ids int64[8]          (policy input)
 text ──parse_instruction──▶ TaskSpec                (what the judge scores)
 """
 
@@ -38,7 +37,6 @@ PHRASES: dict[str, tuple[str, ...]] = {
 }
 NOUNS: tuple[str, ...] = ("block", "cube")
 
-PAD_ID, UNK_ID, BOS_ID, SEP_ID = 0, 1, 2, 3
 _SPECIALS = ("<pad>", "<unk>", "<bos>", "<sep>")
 
 
@@ -49,8 +47,6 @@ def _words() -> tuple[str, ...]:
 
 
 VOCABULARY: tuple[str, ...] = _SPECIALS + _words()
-_WORD_TO_ID = {word: index for index, word in enumerate(VOCABULARY)}
-INSTRUCTION_LENGTH = 9
 
 
 @dataclass(frozen=True)
@@ -93,12 +89,6 @@ def random_instruction(rng: np.random.Generator, task: str, target: int) -> str:
     text = phrases[int(rng.integers(len(phrases)))]
     return text.format(colour=COLOURS[target], noun=NOUNS[int(rng.integers(len(NOUNS)))])
 
-
-def encode_instruction(text: str, length: int = INSTRUCTION_LENGTH) -> np.ndarray:
-    """Ids int64[length]: <bos> words... <sep>, padded; unknown words become <unk>."""
-    words = text.lower().replace(",", " ").replace(".", " ").split()[: length - 2]
-    ids = [BOS_ID, *(_WORD_TO_ID.get(word, UNK_ID) for word in words), SEP_ID]
-    return np.asarray(ids + [PAD_ID] * (length - len(ids)), dtype=np.int64)
 
 
 def parse_instruction(text: str) -> TaskSpec:

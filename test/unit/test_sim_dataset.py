@@ -7,7 +7,7 @@ from vla_sim.grounding import FIRST_ID, record_grounding
 from vla_sim.head_samples import CHUNK_STEPS, MAX_AGE_S, sample_chunks
 from vla_sim.images import decode_jpeg
 from vla_sim.perturb import Disturber
-from vla_sim.shards import ShardWriter, episode_bounds, jpeg_of, load_shard, previous_rows
+from vla_sim.shards import ShardWriter, episode_bounds, jpeg_of, load_shard
 from vla_sim.tasks import PICK
 from vla_sim.world import TabletopWorld
 
@@ -55,12 +55,10 @@ def test_an_episode_follows_from_its_seed(world, shard, tmp_path):
     assert jpeg_of(again, 3) == jpeg_of(shard, rows[3])
 
 
-def test_episode_bounds_and_previous_rows(shard):
+def test_episode_bounds(shard):
     first, last = episode_bounds(shard)
     assert (shard["episode"][first] == shard["episode"]).all() and (shard["episode"][last] == shard["episode"]).all()
     assert (shard["frame"][first] == 0).all()
-    previous = previous_rows(shard)
-    assert (shard["frame"] - shard["frame"][previous] == np.minimum(shard["frame"], 5)).all()
 
 
 def test_head_samples_are_finite_and_consistent(shard):
