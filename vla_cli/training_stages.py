@@ -67,13 +67,23 @@ class Training:
         self._frames: tuple[list[dict[str, np.ndarray]], FrameSet] | None = None
 
     def data(self) -> None:
-        """Expert episodes and grounding scenes; shards that exist are kept."""
+        """Expert episodes and grounding scenes, in blocks: an interrupted run goes on with the block it was in."""
         c, folder = self.config.data, self.work / "data"
-        if (folder / "done").exists():
-            return self.report(f"data: present in {folder}")
-        arguments = ["--out", str(folder), "--episodes", str(c.episodes), "--grounding", str(c.grounding_frames)]
-        dataset.main([*arguments, "--seed", str(self.config.seed), "--workers", str(c.workers)])
-        (folder / "done").touch()
+        folder.mkdir(parents=True, exist_ok=True)
+        present = True
+        for kind, total, size in (("episodes", c.episodes, 200), ("grounding", c.grounding_frames, 2000)):
+            for block, first in enumerate(range(0, total, size)):
+                done = folder / f"{kind}_{block}.done"
+                if done.exists():
+                    continue
+                present = False
+                self.report(f"data: {kind} {first}..{min(first + size, total)} of {total}")
+                # A block has a seed of its own, so its files never mix with another's; a second try replaces them.
+                arguments = [f"--{kind}", str(min(size, total - first)), "--seed", str(self.config.seed * 1000 + block)]
+                dataset.main(["--out", str(folder), *arguments, "--workers", str(c.workers)])
+                done.touch()
+        if present:
+            self.report(f"data: present in {folder}")
 
     def frames(self) -> tuple[list[dict[str, np.ndarray]], FrameSet]:
         """Shards and decoded frames, read once."""

@@ -49,10 +49,10 @@ def make_planner(child: Child, manifest: Manifest, denoiser: OnnxDenoiser, sessi
 class PolicyLoop:
     """One turn: what arrived, a chunk if it is time for one, heartbeat, status."""
 
-    def __init__(self, child: Child, planner: Planner, mailbox_model: str, engine: str, bus: Bus, cloud: Bus) -> None:
+    def __init__(self, child: Child, planner: Planner, engine: str, bus: Bus, cloud: Bus) -> None:
         """Subscribe and announce."""
         robot = child.config.robot_id
-        self._child, self._planner, self._model, self._engine = child, planner, mailbox_model, engine
+        self._child, self._planner, self._engine = child, planner, engine
         self._memory, self._clock = child.memory, child.clock
         self._contexts = cloud.latest("context", robot)
         self._instructions = bus.latest("instruction", robot)
@@ -183,7 +183,7 @@ def body(child: Child) -> None:
     with open_bus(config.bus, node=f"vla_policy_{config.robot_id}", allow_remote=config.allow_remote) as bus, \
             open_bus(config.cloud, node=f"vla_policy_{config.robot_id}", allow_remote=config.allow_remote) as cloud:
         LOG.info("model %s on %s", manifest.name, denoiser.engine)
-        loop = PolicyLoop(child, planner, manifest.name, denoiser.engine, bus, cloud)
+        loop = PolicyLoop(child, planner, denoiser.engine, bus, cloud)
         while not child.stop.is_set():
             child.clock.sleep_until_ns(loop.turn())
 

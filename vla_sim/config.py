@@ -14,7 +14,6 @@ JOINT_NAMES: tuple[str, ...] = tuple(f"panda_joint{i}" for i in range(1, 8)) + (
 # Ready pose: tool 30 cm above the table centre, pointing down, fingers opening along y, gripper open.
 HOME: tuple[float, ...] = (0.0, -0.1294, 0.0, -2.1575, 0.0, 2.0280, 0.0008, 0.0)
 CUBE_SIDE_M = 0.04
-TABLE_CENTRE_M = (0.51, 0.0)
 
 
 @dataclass(frozen=True)

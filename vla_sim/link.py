@@ -17,7 +17,6 @@ from vla_sim.faults import DirectionFaults, EpisodeOutage, LinkFaults
 
 NS_PER_S: Final = 1_000_000_000
 Direction = Literal["up", "down"]
-DIRECTIONS: Final[tuple[Direction, ...]] = ("up", "down")
 
 
 @dataclass(frozen=True)
