@@ -92,24 +92,34 @@ class SpeedRamp:
     def __init__(self, ticks: int, capacity: int = 256) -> None:
         """``ticks`` >= 1; ``capacity`` is the longest overlap ever merged."""
         self._ramp = MinimumJerkRamp(ticks, capacity)
-        self._ticks = ticks
-        x = np.linspace(0.0, 1.0, 65)
-        self._fade = (x, 1.0 - x**3 * (10.0 - 15.0 * x + 6.0 * x * x))
+        # Weights for every possible overlap, made now: merging happens in the motor process.
+        self._weights = [_speed_ramp_weights(min(ticks, rows // 2), rows) for rows in range(capacity + 1)]
 
     def merge(self, old: Array, new: Array, out: Array) -> None:
         """See :class:`MergeRule`. An overlap too short for both parts is merged by the ramp of positions."""
-        rows = len(old)
-        ticks = min(self._ticks, rows // 2)
-        if ticks < 2:
+        weights = self._weights[len(old)]
+        if weights is None:
             self._ramp.merge(old, new, out)
             return
-        k = np.arange(rows)
-        rest = np.interp(k / ticks, *self._fade)
+        of_speed, of_distance = weights
         np.subtract(old, new, out=out)
-        out[1:] = np.diff(out, axis=0) * rest[1:, None]
+        out[1:] = (out[1:] - out[:-1]) * of_speed
         np.cumsum(out, axis=0, out=out)
-        out *= np.interp((k - ticks) / (rows - ticks), *self._fade)[:, None]
+        out *= of_distance
         out += new
+
+
+def _speed_ramp_weights(ticks: int, rows: int) -> tuple[Array, Array] | None:
+    """Weights of the differences of speed [rows - 1, 1] and of the distance [rows, 1]; None if the overlap is short."""
+    if ticks < 2:
+        return None
+    k = np.arange(rows, dtype=np.float64)[:, None]
+    return _fade(k[1:] / ticks), _fade((k - ticks) / (rows - ticks))
+
+
+def _fade(x: Array) -> Array:
+    x = np.clip(x, 0.0, 1.0)
+    return np.asarray(1.0 - x**3 * (10.0 - 15.0 * x + 6.0 * x * x))
 
 
 def make_rule(name: str, ramp_ticks: int = 8, alpha: float = 0.5) -> MergeRule:
