@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_listen(config)
         # Before the slow part, so that an interrupted start ends cleanly too.
         stop = stop_on_signals()
-        vlm, manifest = _load(config.model)
+        vlm, manifest = load_vlm(config.model)
         with open_bus(
             config.listen, "router", node="vla_cloud", domain=config.domain, allow_remote=config.allow_non_loopback
         ) as bus:
@@ -94,13 +94,6 @@ def serve(config: CloudConfig, vlm: Vlm, manifest: Manifest, bus: Bus, stop: Sto
     print(f"READY {config.listen} model {manifest.name}", flush=True)
     service.run(source, stop, config.log_period_s)
     LOG.info("stopping; %s", service.report())
-
-
-def _load(folder: Path) -> tuple[Vlm, Manifest]:
-    try:
-        return load_vlm(folder)
-    except (KeyError, TypeError, RuntimeError) as error:  # verified files that this release cannot make a model of
-        raise ManifestError(f"{folder}: not a model of this release ({error}): export it again") from error
 
 
 def _publisher(bus: Bus) -> Publish:

@@ -264,13 +264,6 @@ def state_shares(intervals: Sequence[Interval]) -> dict[int, float]:
     return shares
 
 
-def mean_rate_hz(stamps_ns: Sequence[int]) -> float:
-    """Mean rate of events over their span; NaN for fewer than two."""
-    if len(stamps_ns) < 2 or stamps_ns[-1] <= stamps_ns[0]:
-        return float("nan")
-    return (len(stamps_ns) - 1) * NS_PER_S / (stamps_ns[-1] - stamps_ns[0])
-
-
 def max_gap_s(stamps_ns: Sequence[int]) -> float:
     """Longest time between consecutive events; NaN for fewer than two."""
     return float(np.diff(np.sort(np.asarray(stamps_ns))).max()) / NS_PER_S if len(stamps_ns) > 1 else float("nan")
