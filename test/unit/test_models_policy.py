@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from vla_common.manifest import load_manifest, write_manifest
 from vla_models import export_onnx
 from vla_models.flow_head import ContextKv, FlowHead, FlowHeadConfig, polynomial_projection
 from vla_models.kinematics import ForwardKinematics
 from vla_models.llama import LlamaConfig
+from vla_models.model_folder import NotAPolicy, load_head, load_vlm
 from vla_models.text import InstructionTooLong, UnknownWord, tokenize
 from vla_models.vit import VitConfig
 from vla_models.vlm import Vlm, VlmConfig
@@ -144,7 +147,6 @@ def test_exported_graphs_match_torch(tmp_path) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_export_command_writes_a_folder_that_verifies(tmp_path, capsys) -> None:
     from vla_cli.export_main import main
-    from vla_common.manifest import load_manifest
 
     assert main(["--out", str(tmp_path), "--steps", "2"]) == 0
     assert "2 Euler steps" in capsys.readouterr().out
@@ -177,3 +179,11 @@ def test_only_the_arms_joints_are_smoothed() -> None:
         )
     torch.testing.assert_close(smoothed[..., 2], raw[..., 2])
     assert torch.diff(smoothed[0, :, :2], n=2, dim=0).abs().max() < 1e-6
+
+
+def test_a_verified_folder_of_something_else_is_refused_by_name(tmp_path) -> None:
+    manifest = load_manifest(Path(__file__).parents[2] / "models" / "tabletop", verify=False)
+    write_manifest(tmp_path, dataclasses.replace(manifest, files={}, extra={}))
+    for load in (load_vlm, load_head):
+        with pytest.raises(NotAPolicy, match="vla export"):
+            load(tmp_path)
