@@ -20,7 +20,7 @@ from rosbags.typesys.store import Typestore
 
 PACKAGE: Final = "vla_runtime"
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 """Version of the vla_runtime messages: raised on any change of a ``.msg`` file; readers refuse every other."""
 
 KIB: Final = 1024

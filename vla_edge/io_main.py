@@ -27,6 +27,8 @@ FUTURE_TOLERANCE_NS: Final = 5_000_000
 POLICY_MAX_AGE_NS: Final = NS // 4
 MOTOR_MAX_AGE_NS: Final = NS // 4
 WATCH_PERIOD_NS: Final = 5 * NS
+TICK_FIELDS: Final = ("lateness_ns", "work_ns", "missed", "state", "reason", "segment", "chunk_sequence",
+                      "offered_sequence", "offered_verdict", "measured_stamp_ns", "rearms", "estops")
 
 
 class IoLoop:
@@ -197,8 +199,7 @@ class IoLoop:
             self._lateness_s.record(float(lateness_ns) / NS)
         self._ticks_out.put(encode(new(
             "MotorTicks", header=make_header(now_ns), joints=len(self._names), tick=ticks["tick"],
-            lateness_ns=ticks["lateness_ns"], state=ticks["state"], chunk_sequence=ticks["chunk_sequence"],
-            command=ticks["position"])))
+            command=ticks["position"], **{name: ticks[name] for name in TICK_FIELDS})))
 
     def _publish_status(self, now_ns: int) -> None:
         found = self._memory.read("motor")

@@ -54,10 +54,10 @@ def test_decode_names_the_fault():
 def test_wrong_version_is_told_before_the_layout_is_read():
     payload = bytearray(wire.encode(context()))
     at = 4 + 8 + 4 + 1 + 1  # encapsulation, stamp, empty frame_id with its terminator, padding
-    assert payload[at : at + 2] == b"\x01\x00"
-    payload[at] = 2
+    assert payload[at : at + 2] == wire.WIRE_VERSION.to_bytes(2, "little")
+    payload[at] += 1
     later = bytes(payload[: at + 2]) + b"another layout" + bytes(4)
-    with pytest.raises(wire.WrongVersion, match="version 2"):
+    with pytest.raises(wire.WrongVersion, match=f"version {wire.WIRE_VERSION + 1}"):
         wire.decode("ContextTokens", resealed(later))
 
 

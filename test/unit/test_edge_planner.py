@@ -29,7 +29,7 @@ class FakeDenoiser:
         self.encoded.append((now, previous))
         return len(self.encoded)
 
-    def denoise(self, handle, proprio, age_s, gap_s, noise):
+    def denoise(self, handle, proprio, age_s, gap_s, noise, prefix=None):
         self.calls.append((handle, proprio, age_s, gap_s, noise))
         return self.answer
 

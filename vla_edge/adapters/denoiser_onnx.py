@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime as ort
 
 from vla_common.manifest import Manifest
-from vla_edge.core.denoiser import DenoiserError, FloatArray
+from vla_edge.core.denoiser import DenoiserError, FloatArray, Prefix
 
 CONTEXT_FILE: Final = "context_kv.onnx"
 DENOISE_FILE: Final = "denoise.onnx"
@@ -58,9 +58,16 @@ class OnnxDenoiser:
                                            "context_prev": previous.reshape(self._context_shape)})
         return dict(zip(names, values, strict=True))
 
-    def denoise(self, handle: ContextHandle, proprio: FloatArray, age_s: float, gap_s: float,
-                noise: FloatArray) -> FloatArray:
+    @property
+    def supports_prefix(self) -> bool:
         """See :class:`vla_edge.core.denoiser.Denoiser`."""
+        return False
+
+    def denoise(self, handle: ContextHandle, proprio: FloatArray, age_s: float, gap_s: float,
+                noise: FloatArray, prefix: Prefix | None = None) -> FloatArray:
+        """See :class:`vla_edge.core.denoiser.Denoiser`."""
+        if prefix is not None:
+            raise DenoiserError("this model takes no prefix: use another ensemble.rule")
         feeds = {**handle, "proprio": proprio.reshape(1, self._proprio), "age_s": np.full((1, 1), age_s, np.float32),
                  "dt_s": np.full((1, 1), gap_s, np.float32),
                  "noise": noise.reshape(1, self._horizon, self._joints)}

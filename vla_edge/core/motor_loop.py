@@ -61,14 +61,17 @@ class MotorLoop:
         if not self.shield.started and not self._start(woke_ns):
             return False
         self._obey(tick, woke_ns)
-        self._take_chunk(tick, woke_ns)
+        offered, verdict = self._take_chunk(tick, woke_ns)
         newest = self._gate.newest
         if newest is not None and self._queue.sample(tick, self._desired, self._desired_velocity):
             self.shield.step(self._desired, self._desired_velocity, tick - 1 - newest.base_tick)
         else:
             self.shield.step(None)
         self._send(deadline_ns, self.shield.position, self.shield.velocity)
-        self._report(tick, deadline_ns, woke_ns, missed, 0 if newest is None else newest.sequence)
+        log = self._tick
+        log["offered_sequence"], log["offered_verdict"] = offered, verdict
+        log["chunk_sequence"] = 0 if newest is None else newest.sequence
+        self._report(tick, deadline_ns, woke_ns, missed)
         return True
 
     def _read_joints(self) -> None:
@@ -103,22 +106,25 @@ class MotorLoop:
                 self._gate.restart(tick)
         self._rearms, self._estops = rearms, estops
 
-    def _take_chunk(self, tick: int, now_ns: int) -> None:
+    def _take_chunk(self, tick: int, now_ns: int) -> tuple[int, int]:
+        """Merge a new chunk; returns its sequence number (0: there was none) and what became of it."""
         found = self._memory.read("chunk", self._seen["chunk"])
         if found is None:
-            return
+            return 0, OFFER_ACCEPTED
         self._seen["chunk"], record = found
         if self.shield.state is State.BRAKING or self.shield.state is State.HOLDING:
-            return
+            return int(record["sequence"]), OFFER_NOT_LOOKED_AT
         chunk = self._reader.chunk(record)
         rest = self.shield.rest_ticks
         reject = self._gate.admit(chunk, tick, now_ns) or self._queue.insert(chunk, tick, tick - rest if rest else None)
         if reject is None:
             self._motor["accepted"] += 1
-        else:
-            self._motor["rejects"][_REJECT_INDEX[reject]] += 1
+            return chunk.sequence, OFFER_ACCEPTED
+        index = _REJECT_INDEX[reject]
+        self._motor["rejects"][index] += 1
+        return chunk.sequence, OFFER_REFUSED + index
 
-    def _report(self, tick: int, deadline_ns: int, woke_ns: int, missed: int, chunk_sequence: int) -> None:
+    def _report(self, tick: int, deadline_ns: int, woke_ns: int, missed: int) -> None:
         shield, motor, log = self.shield, self._motor, self._tick
         motor["tick"], motor["stamp_ns"], motor["missed"] = tick, deadline_ns, missed
         motor["position"], motor["velocity"] = shield.position, shield.velocity
@@ -130,10 +136,14 @@ class MotorLoop:
         self._memory.write("motor", motor)
         log["tick"], log["stamp_ns"], log["lateness_ns"] = tick, deadline_ns, woke_ns - deadline_ns
         log["state"], log["reason"], log["segment"] = shield.state, shield.reason, shield.segment
-        log["chunk_sequence"] = chunk_sequence
+        log["measured_stamp_ns"] = self._measured_stamp_ns or 0
+        log["rearms"], log["estops"], log["missed"] = self._rearms, self._estops, missed
         log["position"], log["velocity"] = shield.position, shield.velocity
         log["work_ns"] = self._clock.monotonic_ns() - woke_ns
         self._memory.ticks.append(log.tobytes())
 
+
+OFFER_ACCEPTED, OFFER_NOT_LOOKED_AT, OFFER_REFUSED = 0, 1, 2
+"""What became of a chunk, as logged per tick; OFFER_REFUSED + i: refused for REJECTS[i]."""
 
 _REJECT_INDEX: dict[Reject, int] = {reject: index for index, reject in enumerate(REJECTS)}

@@ -53,8 +53,9 @@ def _dtypes(joints: int) -> dict[str, np.dtype[Any]]:
             ("loops", "<u8"), ("stamp_ns", "<i8"), ("pid", "<u4"), ("session", "S16"), ("tick_cursor", "<u8")]),
         "ticks": np.dtype([
             ("tick", "<i8"), ("stamp_ns", "<i8"), ("lateness_ns", "<i8"), ("work_ns", "<i8"), ("state", "u1"),
-            ("reason", "u1"), ("segment", "<u4"), ("chunk_sequence", "<u8"), ("position", *vector),
-            ("velocity", *vector)]),
+            ("reason", "u1"), ("segment", "<u4"), ("chunk_sequence", "<u8"), ("offered_sequence", "<u8"),
+            ("offered_verdict", "u1"), ("measured_stamp_ns", "<i8"), ("rearms", "<u8"), ("estops", "<u8"),
+            ("missed", "<u8"), ("position", *vector), ("velocity", *vector)]),
     }
 
 
