@@ -10,18 +10,22 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import resource
-import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
+from vla_cli.doctor_machine import (
+    check_governor,
+    check_kernel,
+    check_memory_lock,
+    check_realtime,
+    check_shared_memory,
+    check_swap,
+)
+from vla_cli.finding import Finding, Level
 from vla_cli.graphics import APT_LINE, working_backend
 from vla_common.manifest import FILE_NAME, ManifestError, load_manifest
-
-Level = Literal["ok", "note", "fail"]
 
 EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "base": ("numpy", "yaml", "rosbags", "xxhash", "zenoh"),
@@ -30,16 +34,6 @@ EXTRAS: Final[dict[str, tuple[str, ...]]] = {
     "sim": ("mujoco", "PIL", "matplotlib", "mcap", "imageio_ffmpeg", "rich"),
     "train": ("torch", "onnx", "onnxscript"),
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Result of one check. ``note``: something works with a limitation; ``fail``: something cannot work."""
-
-    level: Level
-    subject: str
-    text: str
-    remedy: str = ""
 
 
 def check_python() -> Finding:
@@ -74,63 +68,14 @@ def check_graphics() -> Finding:
     return Finding("ok", "rendering", f"works with MUJOCO_GL={backend}")
 
 
-def check_realtime() -> Finding:
-    """Permission for SCHED_FIFO 80 and locked memory, which keep the motor clock on time under load."""
-    allowed = os.geteuid() == 0 or resource.getrlimit(resource.RLIMIT_RTPRIO)[0] >= 80
-    if allowed:
-        # Tried for real: containers often have the limit but not the capability.
-        try:
-            previous = os.sched_getscheduler(0), os.sched_getparam(0)
-            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(80))
-            os.sched_setscheduler(0, previous[0], previous[1])
-        except (PermissionError, OSError):
-            allowed = False
-    if not allowed:
-        return Finding(
-            "note",
-            "real time",
-            "no permission for SCHED_FIFO 80; the motor clock runs at ordinary priority",
-            "add '@robot - rtprio 80' and '@robot - memlock unlimited' to /etc/security/limits.conf for the "
-            "robot's group, or give the container CAP_SYS_NICE and CAP_IPC_LOCK",
-        )
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if os.geteuid() != 0 and locked not in (-1, resource.RLIM_INFINITY) and locked < 512 << 20:
-        return Finding(
-            "note",
-            "real time",
-            f"SCHED_FIFO permitted, but only {locked >> 20} MiB of memory may be locked",
-            "add '@robot - memlock unlimited' to /etc/security/limits.conf",
-        )
-    return Finding("ok", "real time", "SCHED_FIFO 80 and locked memory permitted")
-
-
-def check_governor(root: Path = Path("/sys/devices/system/cpu")) -> Finding:
-    """CPU frequency governor; ``powersave`` adds wake-up latency."""
-    names = {path.read_text().strip() for path in root.glob("cpu[0-9]*/cpufreq/scaling_governor")}
-    if not names:
-        return Finding("ok", "cpu governor", "none (a virtual machine, or fixed frequency)")
-    if names == {"performance"}:
-        return Finding("ok", "cpu governor", "performance")
-    return Finding("note", "cpu governor", ", ".join(sorted(names)), "cpupower frequency-set -g performance")
-
-
-def check_engines() -> Finding:
-    """Denoiser engines on this machine."""
-    found = []
-    for module, distribution in (
-        ("onnxruntime", "onnxruntime"),
-        ("openvino", "openvino"),
-        ("tensorrt", "tensorrt"),
-        ("torch", "torch"),
-    ):
-        if importlib.util.find_spec(module) is not None:
-            try:
-                found.append(f"{module} {importlib.metadata.version(distribution)}")
-            except importlib.metadata.PackageNotFoundError:  # such as onnxruntime-gpu, or a vendor's build
-                found.append(module)
-    if not any(engine.startswith("onnxruntime") for engine in found):
-        return Finding("note", "engines", ", ".join(found) or "none", "pip install 'vla-runtime[edge]'")
-    return Finding("ok", "engines", ", ".join(found))
+def check_engines() -> Iterator[Finding]:
+    """The policy's engine, GPU and TensorRT."""
+    try:
+        from vla_cli.doctor_engine import findings as of_engines  # needs numpy, whose absence was said above
+    except ImportError as error:
+        yield Finding("fail", "engine", f"not looked at: {error}", "pip install vla-runtime")
+    else:
+        yield from of_engines()
 
 
 def check_ros() -> Finding:
@@ -138,7 +83,12 @@ def check_ros() -> Finding:
     distribution = os.environ.get("ROS_DISTRO", "")
     has_rclpy = importlib.util.find_spec("rclpy") is not None
     if has_rclpy:
-        return Finding("ok", "ros 2", f"rclpy present{f', {distribution}' if distribution else ''}")
+        middleware = os.environ.get("RMW_IMPLEMENTATION", "")
+        text = f"rclpy present{f', {distribution}' if distribution else ''}, middleware {middleware or 'the default'}"
+        if middleware != "rmw_zenoh_cpp":
+            return Finding("note", "ros 2", f"{text}: its nodes do not see the bus",
+                           "export RMW_IMPLEMENTATION=rmw_zenoh_cpp for the robot's ROS nodes")
+        return Finding("ok", "ros 2", text)
     if distribution or Path("/opt/ros").is_dir():
         return Finding(
             "note",
@@ -149,15 +99,17 @@ def check_ros() -> Finding:
     return Finding("ok", "ros 2", "not installed (optional)")
 
 
-def check_shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
-    """Room for the mailboxes between the edge's processes."""
+def check_zenoh() -> Finding:
+    """The transport of both networks."""
+    if importlib.util.find_spec("zenoh") is None:
+        return Finding("fail", "zenoh", "not installed", "pip install vla-runtime")
     try:
-        free_mib = shutil.disk_usage(folder).free >> 20
-    except OSError:
-        return Finding("fail", "shared memory", f"no {folder}", "mount a tmpfs there")
-    if free_mib < 16:
-        return Finding("fail", "shared memory", f"{free_mib} MiB free in {folder}", "give the container --shm-size=64m")
-    return Finding("ok", "shared memory", f"{free_mib} MiB free")
+        version = importlib.metadata.version("eclipse-zenoh")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("note", "zenoh", "present, version unknown", "pip install 'eclipse-zenoh>=1.10.2,<1.11'")
+    if not version.startswith("1.10."):
+        return Finding("note", "zenoh", f"{version}; tested is 1.10", "pip install 'eclipse-zenoh>=1.10.2,<1.11'")
+    return Finding("ok", "zenoh", version)
 
 
 def check_models(root: Path) -> Iterator[Finding]:
@@ -183,16 +135,12 @@ def findings(models: Path) -> Iterator[Finding]:
     yield check_python()
     for extra in EXTRAS:
         yield check_extra(extra)
-    checks: tuple[Callable[[], Finding], ...] = (
-        check_graphics,
-        check_realtime,
-        check_governor,
-        check_engines,
-        check_ros,
-        check_shared_memory,
-    )
-    for check in checks:
+    yield check_graphics()
+    for check in (check_realtime, check_memory_lock, check_governor, check_swap, check_kernel, check_shared_memory):
         yield check()
+    yield from check_engines()
+    yield check_zenoh()
+    yield check_ros()
     yield from check_models(models)
 
 

@@ -23,14 +23,16 @@ class InProcessPolicy:
         self.vlm, self.head, self.vocabulary = vlm.eval(), head.eval(), vocabulary
         self._contexts: deque[tuple[float, torch.Tensor]] = deque(maxlen=12)
         self._prefix: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._lengths: torch.Tensor | None = None
         self._kv: ContextKv | None = None
         self._dt_s = PAIR_S
 
     def reset(self, instruction: str) -> None:
         """Start an instruction: contexts of the one before are of another object."""
-        ids = tokenize(instruction, self.vocabulary, self.vlm.config.text_length)
+        ids = torch.tensor([tokenize(instruction, self.vocabulary, self.vlm.config.text_length)])
+        self._lengths = self.vlm.text_lengths(ids)
         with torch.no_grad():
-            self._prefix = self.vlm.encode_text(torch.tensor([ids]))
+            self._prefix = self.vlm.encode_text(ids)
         self._contexts.clear()
         self._kv = None
 
@@ -54,7 +56,7 @@ class InProcessPolicy:
     def _observe(self, image_jpeg: bytes, stamp_s: float) -> None:
         blob = np.frombuffer(image_jpeg, np.uint8)
         image = torch.from_numpy(decode_images(blob, np.array([0, len(blob)])))
-        now = self.vlm.context(self._prefix, image)
+        now = self.vlm.context(self._prefix, image, self._lengths)
         self._contexts.append((stamp_s, now))
         older = [(s, c) for s, c in self._contexts if PAIR_MIN_S - 1e-6 <= stamp_s - s <= PAIR_MAX_S + 1e-6]
         previous, self._dt_s = now, PAIR_S

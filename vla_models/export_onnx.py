@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from .flow_head import ContextKv, FlowHead
 
 OPSET = 20
-CONTEXT_KV, DENOISE = "context_kv.onnx", "denoise.onnx"
+CONTEXT_KV, DENOISE, DENOISE_FP16 = "context_kv.onnx", "denoise.onnx", "denoise_fp16.onnx"
+MAX_DIFFERENCE_RAD = {DENOISE: 1e-4, DENOISE_FP16: 1e-3}
+"""Between ONNX Runtime and torch in float32, by file."""
 
 
 class _ContextKvGraph(nn.Module):
@@ -35,9 +37,36 @@ class _DenoiseGraph(nn.Module):
         self.head, self.steps = head, steps
 
     def forward(
-        self, k: Tensor, v: Tensor, keypoint: Tensor, proprio: Tensor, age_s: Tensor, dt_s: Tensor, noise: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        keypoint: Tensor,
+        proprio: Tensor,
+        age_s: Tensor,
+        dt_s: Tensor,
+        noise: Tensor,
+        prefix: Tensor,
+        prefix_weight: Tensor,
     ) -> Tensor:
-        return self.head.denoise(ContextKv(k, v, keypoint), proprio, age_s, dt_s, noise, self.steps)
+        kv = ContextKv(k, v, keypoint)
+        return self.head.denoise(kv, proprio, age_s, dt_s, noise, self.steps, prefix, prefix_weight)
+
+
+class _HalfVelocity(FlowHead):
+    """The head with its transformer in float16. Kinematics, residuals, the sum over Euler steps and the smoothing stay
+    in float32: half precision is 1 mrad of a joint at 1 rad."""
+
+    @classmethod
+    def of(cls, head: FlowHead) -> _HalfVelocity:
+        half = cls(head.config)
+        half.load_state_dict(head.state_dict())
+        for module in (half.time, half.action_in, half.blocks, half.norm_out, half.action_out):
+            module.half()
+        half.position.data = half.position.data.half()
+        return half.eval()
+
+    def velocity(self, x: Tensor, time: Tensor, state: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().velocity(x.half(), time, state.half(), k.half(), v.half())
 
 
 def example_inputs(head: FlowHead, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -51,19 +80,28 @@ def example_inputs(head: FlowHead, seed: int = 0) -> tuple[dict[str, Tensor], di
         "age_s": torch.full((1, 1), 0.12),
         "dt_s": torch.full((1, 1), 0.5),
         "noise": torch.randn(1, c.horizon, c.action_dim, generator=generator),
+        "prefix": 0.5 * head.action_std[None] * torch.randn(1, c.horizon, c.action_dim, generator=generator),
+        # Free at seed 0; with each further seed more rows are guided, then frozen.
+        "prefix_weight": torch.linspace(seed / 4, seed / 4 - 1, c.horizon).clamp(0, 1)[None, :, None],
     }
     return contexts, state
 
 
-def export_head(head: FlowHead, folder: Path, steps: int | None = None) -> None:
-    """Write ``context_kv.onnx`` and ``denoise.onnx`` (weights inside) into ``folder``."""
+def export_head(head: FlowHead, folder: Path, steps: int | None = None, fp16: bool = False) -> None:
+    """Write ``context_kv.onnx`` and ``denoise.onnx`` (weights inside) into ``folder``.
+
+    ``fp16`` adds ``denoise_fp16.onnx``, for TensorRT: float32 outside, the transformer in float16 (strongly typed).
+    """
     head = head.eval()
     contexts, state = example_inputs(head)
     with torch.no_grad():
         kv = head.context_kv(contexts["context"], contexts["context_prev"])
     _export(_ContextKvGraph(head), contexts, ["k", "v", "keypoint"], folder / CONTEXT_KV)
     inputs = {"k": kv.k, "v": kv.v, "keypoint": kv.keypoint, **state}
-    _export(_DenoiseGraph(head, steps or head.config.euler_steps), inputs, ["actions"], folder / DENOISE)
+    steps = steps or head.config.euler_steps
+    _export(_DenoiseGraph(head, steps), inputs, ["actions"], folder / DENOISE)
+    if fp16:
+        _export(_DenoiseGraph(_HalfVelocity.of(head), steps), inputs, ["actions"], folder / DENOISE_FP16)
 
 
 def _export(module: nn.Module, inputs: dict[str, Tensor], outputs: list[str], path: Path) -> None:
@@ -102,14 +140,15 @@ def _strip_history(model: onnx.ModelProto) -> None:
     model.doc_string = model.graph.doc_string = ""
 
 
-def check_export(head: FlowHead, folder: Path, seeds: int = 8) -> float:
+def check_export(head: FlowHead, folder: Path, seeds: int = 8, file: str = DENOISE) -> float:
     """Largest absolute difference between ONNX Runtime and torch over random inputs (deltas, rad)."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
+    options.log_severity_level = 3  # it warns about every half precision operator that a CPU has to widen
     first = onnxruntime.InferenceSession(str(folder / CONTEXT_KV), options, providers=["CPUExecutionProvider"])
-    second = onnxruntime.InferenceSession(str(folder / DENOISE), options, providers=["CPUExecutionProvider"])
+    second = onnxruntime.InferenceSession(str(folder / file), options, providers=["CPUExecutionProvider"])
     worst = 0.0
     for seed in range(seeds):
         contexts, state = example_inputs(head, seed)
@@ -117,6 +156,6 @@ def check_export(head: FlowHead, folder: Path, seeds: int = 8) -> float:
         (got,) = second.run(None, {"k": k, "v": v, "keypoint": keypoint, **{n: t.numpy() for n, t in state.items()}})
         with torch.no_grad():
             kv = head.context_kv(contexts["context"], contexts["context_prev"])
-            want = head.denoise(kv, state["proprio"], state["age_s"], state["dt_s"], state["noise"])
+            want = head.denoise(kv, **state)
         worst = max(worst, float(np.abs(got - want.numpy()).max()))
     return worst

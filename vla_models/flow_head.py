@@ -10,6 +10,12 @@ kinematics of the commanded joints. Joint velocities are left out on purpose: wi
 
 Flow matching: x_t = (1 - t) e + t a, the network learns a - e (Lipman et al. 2023, "Flow Matching for Generative
 Modeling"; rectified-flow form); inference integrates from t = 0 with equal Euler steps.
+
+A *prefix* of actions that are already committed is honoured while integrating, as in real-time chunking (Black et al.
+2025, "Real-Time Execution of Action Chunking Flow Policies", arXiv 2506.07339): the clean chunk predicted at time t,
+x1 = x_t + (1 - t) v, is pulled towards the prefix Y by v + W (Y - x1) / (1 - t). That is the paper's guidance with the
+identity in place of the network's Jacobian and the factor that meets Y exactly where W is 1; it needs no backward pass.
+Frozen rows then follow the path (1 - t) e + t Y that training showed, and the free rows join them through attention.
 """
 
 from __future__ import annotations
@@ -37,6 +43,34 @@ def polynomial_projection(horizon: int, degree: int) -> Tensor:
     t = torch.arange(1, horizon + 1, dtype=torch.float64)[:, None] / horizon
     basis = t ** torch.arange(1, degree + 1, dtype=torch.float64)
     return (basis @ torch.linalg.pinv(basis)).float()
+
+
+PREFIX_SMOOTHNESS = 1e3
+"""Weight of squared third differences against squared distances, in steps of the chunk; see ``smoothing_table``."""
+
+
+def smoothing_table(horizon: int, degree: int) -> Tensor:
+    """f32[H + 1, H, H]: how a chunk of deltas is smoothed when its first m rows are frozen, for m = 0 .. H.
+
+    m = 0: ``polynomial_projection``. Otherwise a polynomial through zero would leave the frozen rows with a step; the
+    free rows y are those that minimise ``sum (y - d)² + PREFIX_SMOOTHNESS sum (third differences of y)²`` where the
+    third differences also run over the frozen rows and the commanded pose before them (Whittaker 1923, "On a new method
+    of graduation"; Eilers 2003, "A perfect smoother"). So position, speed and acceleration go on from the frozen rows.
+    Degree 0 smooths nothing.
+    """
+    if degree == 0:
+        return torch.eye(horizon).expand(horizon + 1, -1, -1).clone()
+    rows = torch.eye(horizon + 1, dtype=torch.float64)  # row 0 is the commanded pose: delta zero, frozen
+    differences = torch.diff(rows, n=3, dim=0) if horizon > 2 else rows[:0]
+    penalty = PREFIX_SMOOTHNESS * differences.T @ differences
+    table = [polynomial_projection(horizon, degree)]
+    for frozen in range(1, horizon + 1):
+        operator, free = torch.eye(horizon, dtype=torch.float64), slice(frozen + 1, None)
+        size = horizon - frozen
+        right = torch.cat([-penalty[free, 1 : frozen + 1], torch.eye(size, dtype=torch.float64)], dim=1)
+        operator[frozen:] = torch.linalg.solve(torch.eye(size, dtype=torch.float64) + penalty[free, free], right)
+        table.append(operator.float())
+    return torch.stack(table)
 
 
 @dataclass(frozen=True)
@@ -134,7 +168,8 @@ class FlowHead(nn.Module):
         self.norm_out = nn.LayerNorm(d)
         self.action_out = nn.Linear(d, c.action_patch * c.action_dim)
         self.register_buffer("action_std", torch.ones(c.horizon, c.action_dim))
-        self.register_buffer("smoothing", polynomial_projection(c.horizon, c.smooth_degree), persistent=False)
+        self.register_buffer("smoothing", smoothing_table(c.horizon, c.smooth_degree), persistent=False)
+        self.register_buffer("earlier", torch.ones(c.horizon, c.horizon).tril(), persistent=False)
         self.register_buffer("proprio_mean", torch.zeros(c.proprio_dim))
         self.register_buffer("proprio_std", torch.ones(c.proprio_dim))
         self.register_buffer("keypoint_mean", torch.tensor([0.5, 0.0, 0.05]))
@@ -182,7 +217,7 @@ class FlowHead(nn.Module):
         """Flow velocity at x f32[B, H, A] (normalised actions), time f32[B or 1] in [0, 1] → f32[B, H, A]."""
         c = self.config
         angle = time[:, None] * self.frequency
-        embedded = self.time(torch.cat([angle.sin(), angle.cos()], dim=-1))
+        embedded = self.time(torch.cat([angle.sin(), angle.cos()], dim=-1).to(self.position.dtype))
         b = x.shape[0]
         tokens = self.action_in(x.reshape(b, -1, c.action_patch * c.action_dim)) + self.position
         tokens = torch.cat([state, tokens], dim=1)
@@ -191,20 +226,56 @@ class FlowHead(nn.Module):
         return self.action_out(self.norm_out(tokens[:, 2:])).reshape(b, c.horizon, c.action_dim).float()
 
     def denoise(
-        self, kv: ContextKv, proprio: Tensor, age_s: Tensor, dt_s: Tensor, noise: Tensor, steps: int | None = None
+        self,
+        kv: ContextKv,
+        proprio: Tensor,
+        age_s: Tensor,
+        dt_s: Tensor,
+        noise: Tensor,
+        steps: int | None = None,
+        prefix: Tensor | None = None,
+        prefix_weight: Tensor | None = None,
     ) -> Tensor:
-        """Euler integration from ``noise`` f32[B, H, A] → action deltas f32[B, H, A] in rad (gripper: closure)."""
+        """Euler integration from ``noise`` f32[B, H, A] → action deltas f32[B, H, A] in rad (gripper: closure).
+
+        ``prefix`` f32[B, H, A] in the same units, with ``prefix_weight`` f32[B, H, 1] in 0 .. 1, not rising with the
+        row: 1 freezes a row, which then comes out exactly as it is in the prefix; 0 leaves it free, whatever the prefix
+        says there. All weights zero are the same as no prefix.
+        """
         steps = steps or self.config.euler_steps
         state = self.state_tokens(proprio, kv.keypoint, age_s, dt_s)
+        weight, wanted = prefix_weight, None
+        if prefix is not None and weight is not None:
+            prefix = torch.where(weight > 0, prefix, torch.zeros_like(prefix))
+            wanted = prefix / self.action_std
         x = noise
         for i in range(steps):
+            rest = 1 - i / steps
             time = torch.full((1,), i / steps, dtype=x.dtype, device=x.device)
-            x = x + self.velocity(x, time, state, kv.k, kv.v) / steps
+            velocity = self.velocity(x, time, state, kv.k, kv.v)
+            if wanted is not None and weight is not None:
+                velocity = velocity + weight * (wanted - (x + rest * velocity)) / rest
+            x = x + velocity / steps
         deltas = x * self.action_std
+        if prefix is None or weight is None:
+            return self._smooth(deltas, self.smoothing[0])
+        is_frozen = (weight >= 1).to(x.dtype)
+        deltas = self._smooth(deltas, self._smoothing_of(is_frozen))
+        return torch.where(weight >= 1, prefix, deltas)
+
+    def _smoothing_of(self, is_frozen: Tensor) -> Tensor:
+        """``is_frozen`` f32[B, H, 1] of 0 and 1 → the operator f32[B, H, H] for as many rows as are frozen at first."""
+        leading = torch.relu(1 - self.earlier @ (1 - is_frozen))[..., 0]
+        one, zero = torch.ones_like(leading[:, :1]), torch.zeros_like(leading[:, :1])
+        # 1 at the number of leading frozen rows: a matrix product with the table then picks it, without an index.
+        chosen = torch.cat([one, leading], dim=1) - torch.cat([leading, zero], dim=1)
+        return (chosen @ self.smoothing.flatten(1)).view(-1, *self.smoothing.shape[1:])
+
+    def _smooth(self, deltas: Tensor, operator: Tensor) -> Tensor:
         if self.config.smooth_degree == 0:
             return deltas
         joints = self.kinematics.num_joints
-        return torch.cat([self.smoothing @ deltas[..., :joints], deltas[..., joints:]], dim=-1)
+        return torch.cat([operator @ deltas[..., :joints], deltas[..., joints:]], dim=-1)
 
     def loss(
         self, kv: ContextKv, proprio: Tensor, age_s: Tensor, dt_s: Tensor, chunk: Tensor, noise: Tensor, time: Tensor

@@ -155,11 +155,13 @@ class Llama(nn.Module):
         inputs_embeds: Tensor,
         past_kv: Sequence[LayerKv] | None = None,
         positions: Tensor | None = None,
+        visible: Tensor | None = None,
     ) -> tuple[Tensor, list[LayerKv]]:
         """Runs T new tokens after P cached ones.
 
         ``inputs_embeds`` f[B, T, hidden]; ``past_kv`` one (k, v) per layer, f[B, Hkv, P, head_dim], left unchanged;
-        ``positions`` i64[T] or i64[B, T], default P .. P+T-1. Token i sees the cache and new tokens 0..i.
+        ``positions`` i64[T] or i64[B, T], default P .. P+T-1. Token i sees the cache and new tokens 0..i, but for those
+        where ``visible`` bool[B, P + T] is False (padding); every token must see at least one.
         Gives the hidden states f[B, T, hidden] after the final norm, and a new cache of P + T positions.
         """
         tokens, device = inputs_embeds.shape[1], inputs_embeds.device
@@ -168,6 +170,9 @@ class Llama(nn.Module):
             positions = torch.arange(cached, cached + tokens, device=device)
         angles = rotary_angles(positions, self.inverse_frequencies.to(device))
         mask = causal_mask(tokens, cached + tokens, device) if tokens > 1 else None
+        if visible is not None:
+            seen = visible[:, None, None, :]
+            mask = seen if mask is None else mask & seen
         x = inputs_embeds
         new_kv: list[LayerKv] = []
         for index, layer in enumerate(self.layers):

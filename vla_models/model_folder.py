@@ -39,6 +39,7 @@ def save_modules(path: Path, **modules: nn.Module) -> None:
     tensors = {f"{name}.{k}": v.contiguous().clone() for name, m in modules.items() for k, v in m.state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(path))
+    path.chmod(0o644)  # newer releases of safetensors leave it readable by its owner only
 
 
 def load_modules(path: Path, **modules: nn.Module) -> None:
@@ -91,19 +92,26 @@ def write_model_folder(
     training_command: str,
     seeds: Mapping[str, int],
     metrics: Mapping[str, Any],
+    fp16: bool = False,
 ) -> Manifest:
-    """Write weights, ONNX graphs and manifest; the ONNX graphs are checked against torch before the manifest exists."""
+    """Write weights, ONNX graphs and manifest; the ONNX graphs are checked against torch before the manifest exists.
+
+    ``fp16`` adds the graph for TensorRT in half precision, see :func:`vla_models.export_onnx.export_head`.
+    """
     from . import export_onnx  # needs onnx, which a cloud that only serves does not have
 
     folder.mkdir(parents=True, exist_ok=True)
     save_modules(folder / VLM, vlm=vlm)
     save_modules(folder / HEAD, head=head)
-    export_onnx.export_head(head, folder)
-    difference = export_onnx.check_export(head, folder)
-    if difference > 1e-4:
-        raise RuntimeError(
-            f"ONNX Runtime differs from torch by {difference:.2e} rad: the export is wrong, nothing was released"
-        )
+    (folder / export_onnx.DENOISE_FP16).unlink(missing_ok=True)  # never one of an export before
+    export_onnx.export_head(head, folder, fp16=fp16)
+    graphs = [export_onnx.DENOISE, export_onnx.DENOISE_FP16][: 1 + fp16]
+    differences = {file: export_onnx.check_export(head, folder, file=file) for file in graphs}
+    for file, difference in differences.items():
+        if not difference <= export_onnx.MAX_DIFFERENCE_RAD[file]:
+            raise RuntimeError(
+                f"{file} differs from torch by {difference:.2e} rad: the export is wrong, nothing was released"
+            )
     c = head.config
     manifest = Manifest(
         name=name,
@@ -114,10 +122,10 @@ def write_model_folder(
         proprio_names=proprio_names,
         cameras=cameras,
         instruction=Instruction(vocabulary, vlm.config.text_length),
-        files=hash_files(folder, (VLM, HEAD, export_onnx.CONTEXT_KV, export_onnx.DENOISE)),
+        files=hash_files(folder, (VLM, HEAD, export_onnx.CONTEXT_KV, *graphs)),
         licence=licence,
         training_command=training_command,
-        shapes=_shapes(head),
+        shapes=graph_shapes(head),
         normalisation={
             "action_std": head.action_std.tolist(),
             "proprio_mean": head.proprio_mean.tolist(),
@@ -126,14 +134,15 @@ def write_model_folder(
             "pixel_std": vlm.config.pixel_std,
         },
         seeds=dict(seeds),
-        metrics={**metrics, "onnx_max_difference": difference},
+        metrics={**metrics, "onnx_max_difference": differences[export_onnx.DENOISE]},
         extra={"vlm": vlm.config.to_dict(), "head": c.to_dict(), "noise_scale": 0.0, "opset": export_onnx.OPSET},
     )
     write_manifest(folder, manifest)
     return manifest
 
 
-def _shapes(head: FlowHead) -> dict[str, dict[str, list[int]]]:
+def graph_shapes(head: FlowHead) -> dict[str, dict[str, list[int]]]:
+    """Inputs and outputs of both graphs: shape by file and name."""
     from . import export_onnx
 
     contexts, state = export_onnx.example_inputs(head)

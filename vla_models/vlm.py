@@ -31,6 +31,7 @@ class VlmConfig:
     text_length: int = 10
     pixel_mean: float = 0.5
     pixel_std: float = 0.5
+    pad_id: int | None = None  # its tokens are masked; None: padding is a token like any other, always as many
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form, kept in the manifest."""
@@ -73,20 +74,42 @@ class Vlm(nn.Module):
         """``ids`` i64[B, T] → keys and values of the prefix, one pair a layer, each [B, H_kv, T, d_h]."""
         return self.llama(self.llama.embed(ids))[1]
 
-    def readout_context(self, prefix: PrefixKv, image_tokens: Tensor) -> Tensor:
-        """Prefix K/V and image tokens [B, M, d] → context tokens [B, K, D]."""
+    def text_lengths(self, ids: Tensor) -> Tensor | None:
+        """``ids`` i64[B, T] → tokens before the padding i64[B]; None if this backbone does not mask padding."""
+        return None if self.config.pad_id is None else (ids != self.config.pad_id).sum(dim=1)
+
+    def readout_context(self, prefix: PrefixKv, image_tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Prefix K/V and image tokens [B, M, d] → context tokens [B, K, D]; ``lengths`` from :meth:`text_lengths`."""
         b = image_tokens.shape[0]
         tail = torch.cat([image_tokens, self.readout.to(image_tokens.dtype).expand(b, -1, -1)], dim=1)
-        hidden, _ = self.llama(tail, past_kv=prefix)
+        positions, visible = self._after_text(lengths, prefix[0][0].shape[2], tail.shape[1])
+        hidden, _ = self.llama(tail, past_kv=prefix, positions=positions, visible=visible)
         return self.projector(hidden[:, -self.config.num_readout :])
 
-    def context(self, prefix: PrefixKv, images: Tensor) -> Tensor:
+    def _after_text(self, lengths: Tensor | None, text: int, tail: int) -> tuple[Tensor | None, Tensor | None]:
+        """Positions i64[B, tail] of what follows the text, and who is visible bool[B, text + tail]: as if there were no
+        padding."""
+        if (lengths is None) != (self.config.pad_id is None):
+            raise ValueError("a backbone with pad_id needs the lengths of its texts, one without takes none")
+        if lengths is None:
+            return None, None
+        where = torch.arange(text + tail, device=lengths.device)
+        visible = (where < lengths[:, None]) | (where >= text)
+        return lengths[:, None] + where[:tail], visible
+
+    def context(self, prefix: PrefixKv, images: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Prefix K/V of B instructions and ``images`` u8[B, H, W, 3] → context f32[B, K, D]."""
-        return self.readout_context(prefix, self.image_tokens(self.patches(images))).float()
+        return self.readout_context(prefix, self.image_tokens(self.patches(images)), lengths).float()
 
     def forward(self, ids: Tensor, images: Tensor) -> Tensor:
         """One-shot form of ``encode_text`` + ``context``: ids i64[B, T], images u8[B, H, W, 3] → f32[B, K, D]."""
         tokens = self.image_tokens(self.patches(images))
         readout = self.readout.to(tokens.dtype).expand(tokens.shape[0], -1, -1)
-        hidden, _ = self.llama(torch.cat([self.llama.embed(ids).to(tokens.dtype), tokens, readout], dim=1))
+        lengths, text = self.text_lengths(ids), ids.shape[1]
+        positions, visible = self._after_text(lengths, text, tokens.shape[1] + readout.shape[1])
+        if positions is not None:
+            own = torch.arange(text, device=ids.device).expand(len(ids), -1)
+            positions = torch.cat([own, positions], dim=1)
+        embedded = torch.cat([self.llama.embed(ids).to(tokens.dtype), tokens, readout], dim=1)
+        hidden, _ = self.llama(embedded, positions=positions, visible=visible)
         return self.projector(hidden[:, -self.config.num_readout :]).float()

@@ -77,7 +77,8 @@ class ContextRunner:
                 prefixes.append(self._prefix(matches[-1], observation.ids))
             layers = torch.stack(prefixes, dim=2).unbind(0)  # [L, 2, B, Hkv, T, d] -> L of [2, B, Hkv, T, d]
             images = torch.from_numpy(np.stack([observation.image for observation in batch]))
-            context = self._vlm.context([(kv[0], kv[1]) for kv in layers], images).float().numpy()
+            lengths = self._vlm.text_lengths(torch.tensor([observation.ids for observation in batch]))
+            context = self._vlm.context([(kv[0], kv[1]) for kv in layers], images, lengths).float().numpy()
         finally:
             for match in matches:
                 self.cache.release(match)

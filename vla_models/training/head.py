@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..flow_head import ContextKv, FlowHead
+from ..normalisation import floored_scale
 from ..vlm import Vlm
 from .data import FrameSet, PhraseTable
 
@@ -88,8 +89,11 @@ class ContextTable:
                 part = slice(start, start + 256)
                 images, inverse = np.unique(frame[part], return_inverse=True)
                 tokens = vlm.image_tokens(vlm.patches(torch.from_numpy(frames.images[images])))
-                prefix = vlm.encode_text(torch.from_numpy(ids[part]))
-                self.values[part] = vlm.readout_context(prefix, tokens[torch.from_numpy(inverse)]).half()
+                text = torch.from_numpy(ids[part])
+                context = vlm.readout_context(
+                    vlm.encode_text(text), tokens[torch.from_numpy(inverse)], vlm.text_lengths(text)
+                )
+                self.values[part] = context.half()
                 if start % (256 * 100) == 0:
                     report(f"contexts {start}/{len(keys)}")
 
@@ -170,9 +174,15 @@ class HeadObjective:
 
 
 def fit_normalisation(head: FlowHead, samples: HeadSamples) -> None:
-    """Per-(step, joint) scale of the action deltas and mean / scale of the joint state, from the training samples."""
+    """Per-(step, joint) scale of the action deltas and mean / scale of the joint state, from the training samples.
+
+    The floors are for joints that never moved in them: a label of 0.1 mrad, or a joint state 10 mrad off, becomes 1.
+
+    Raises:
+        NormalisationError: a sample is not finite.
+    """
     with torch.no_grad():
-        std = np.sqrt((samples.chunk.astype(np.float64) ** 2).mean(0))
-        head.action_std.copy_(torch.from_numpy(np.maximum(std, 1e-4).astype(np.float32)))
+        std = floored_scale("action_std", np.sqrt((samples.chunk.astype(np.float64) ** 2).mean(0)), 1e-4)
+        head.action_std.copy_(torch.from_numpy(std.astype(np.float32)))
         head.proprio_mean.copy_(torch.from_numpy(samples.proprio.mean(0)))
-        head.proprio_std.copy_(torch.from_numpy(np.maximum(samples.proprio.std(0), 1e-2)))
+        head.proprio_std.copy_(torch.from_numpy(floored_scale("proprio_std", samples.proprio.std(0), 1e-2)))

@@ -107,7 +107,7 @@ class VisionObjective:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             patches = self.vlm.patches(images)
             tokens = self.vlm.image_tokens(patches).repeat_interleave(self.per_image, 0)
-            context = self.vlm.readout_context(self.vlm.encode_text(ids), tokens).float()
+            context = self.vlm.readout_context(self.vlm.encode_text(ids), tokens, self.vlm.text_lengths(ids)).float()
         patch = self.aux.patch(patches.float())
         label = torch.from_numpy(self.labels[pick].astype(np.int64))
         weight = torch.full((1 + colours,), 3.0)
