@@ -116,6 +116,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, path)
     if origin is typing.Literal:
+        if value is False and "off" in args:  # YAML 1.1 reads an unquoted off as false
+            value = "off"
         if value not in args:
             near = difflib.get_close_matches(str(value), [str(arg) for arg in args], n=1)
             raise ConfigError(

@@ -84,7 +84,8 @@ class Manifest:
         instruction: vocabulary and token length.
         files: sha256 in hexadecimal by file name.
         shapes: tensor shapes by file and tensor name.
-        normalisation: named lists of numbers applied inside the model, for the record.
+        normalisation: named lists of numbers applied inside the model; the edge compares them with the robot's limits
+            before it starts.
         seeds: random seeds by what they seeded.
         metrics: measured results, such as success rates with their counts.
         licence: SPDX id of the weights.

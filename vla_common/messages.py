@@ -20,7 +20,7 @@ from rosbags.typesys.store import Typestore
 
 PACKAGE: Final = "vla_runtime"
 
-WIRE_VERSION: Final = 2
+WIRE_VERSION: Final = 3
 """Version of the vla_runtime messages: raised on any change of a ``.msg`` file; readers refuse every other."""
 
 KIB: Final = 1024
@@ -41,6 +41,7 @@ MAX_BYTES: Final[dict[str, int]] = {
     "sensor_msgs/msg/JointState": 64 * KIB,
     "sensor_msgs/msg/CompressedImage": 4 * MIB,
     "std_msgs/msg/String": 64 * KIB,
+    "std_msgs/msg/Bool": 64,
 }
 
 

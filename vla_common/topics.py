@@ -102,6 +102,7 @@ TOPICS: Final[dict[str, TopicSpec]] = {
             "reliable",
             10,
         ),
+        TopicSpec("estop", "/{robot}/estop", "std_msgs/msg/Bool", "bus", 10, 0.5, "real_time", "reliable"),
         TopicSpec("shield_status", "/{robot}/shield_status", _vla("ShieldStatus"), "bus", 20, 0.5, "interactive_low"),
         TopicSpec(
             "motor_ticks", "/{robot}/motor_ticks", _vla("MotorTicks"), "bus", 10, 5.0, "data_low", "reliable", 100

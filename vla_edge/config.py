@@ -14,19 +14,29 @@ import yaml
 from vla_common.config import ConfigError, from_mapping, load_config
 from vla_edge.core.chunk import GateConfig
 from vla_edge.core.chunk_queue import ChunkQueue
-from vla_edge.core.ensembler import make_rule
+from vla_edge.core.ensembler import CAPACITY, RuleName, make_rule
 from vla_edge.core.joint_limits import JointLimits, LimitsError
 from vla_edge.core.local_motion import HOME_PHRASES
+from vla_edge.core.records import MAX_HORIZON
 from vla_edge.core.shield import ShieldConfig
+from vla_edge.engines import EngineSetting
 
 
 @dataclass(frozen=True)
 class EnsembleConfig:
     """How a new chunk is merged with the queued trajectory; see :mod:`vla_edge.core.ensembler`."""
 
-    rule: Literal["ramp", "speed_ramp", "constant", "replace"] = "speed_ramp"
+    rule: RuleName = "speed_ramp"
     ramp_ticks: int = 5
     alpha: float = 0.5
+    act_decay: float = 0.01
+    act_chunks: int = 8
+    prefix_ticks: int = 3
+
+    def __post_init__(self) -> None:
+        """Check what the policy process uses; the rule itself checks its own."""
+        if not 1 <= self.prefix_ticks <= MAX_HORIZON:
+            raise ValueError(f"prefix_ticks must be 1 .. {MAX_HORIZON}, got {self.prefix_ticks}")
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,8 @@ class PolicyConfig:
     home_phrases: tuple[str, ...] = HOME_PHRASES
     home_limit_share: float = 0.5
     noise_seed: int = 0
+    engine: EngineSetting = "auto"
+    fp16: bool = False
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -74,17 +86,36 @@ class IoConfig:
     status_hz: float = 20.0
     ticks_hz: float = 10.0
     uplink_local_instructions: bool = False
+    estop_topic: Literal["off", "watch", "require"] = "watch"
+    estop_silence_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if min(self.poll_s, self.status_hz, self.ticks_hz, self.estop_silence_s) <= 0.0:
+            raise ValueError("poll_s, status_hz, ticks_hz and estop_silence_s must be positive")
+
+    @property
+    def estop_required_within_s(self) -> float | None:
+        """How long the emergency stop input may be silent; None: for ever."""
+        return self.estop_silence_s if self.estop_topic == "require" else None
 
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """Restarts and the end."""
+    """Restarts, the watch over the motor process, and the end."""
 
+    motor_hang_s: float = 0.25
+    motor_start_s: float = 10.0
     backoff_min_s: float = 0.1
     backoff_max_s: float = 2.0
     backoff_reset_s: float = 10.0
     motor_stop_s: float = 1.0
     others_stop_s: float = 0.7
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if self.motor_hang_s <= 0.0 or self.motor_start_s <= 0.0:
+            raise ValueError("motor_hang_s and motor_start_s must be positive")
 
 
 @dataclass(frozen=True)
@@ -148,8 +179,12 @@ def make_queue(config: EdgeConfig, joints: int) -> ChunkQueue:
     Raises:
         ConfigError: a parameter of the rule is out of range.
     """
+    # Whatever the gate admits fits: one row of the past is kept.
+    capacity = max(CAPACITY, config.gate.max_horizon + max(0, config.gate.max_lead_ticks) + 2)
     try:
-        rule = make_rule(config.ensemble.rule, config.ensemble.ramp_ticks, config.ensemble.alpha)
+        settings = config.ensemble
+        rule = make_rule(settings.rule, joints, ramp_ticks=settings.ramp_ticks, alpha=settings.alpha,
+                         act_decay=settings.act_decay, act_chunks=settings.act_chunks, capacity=capacity)
     except ValueError as error:
         raise ConfigError(f"ensemble: {error}") from error
-    return ChunkQueue(joints, rule, config.motor.period_s)
+    return ChunkQueue(joints, rule, config.motor.period_s, capacity)

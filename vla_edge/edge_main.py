@@ -26,13 +26,21 @@ from vla_common.topics import topic_spec
 from vla_common.zenoh_session import BusError, check_endpoint
 from vla_edge.child import EXIT_PERMANENT, arguments
 from vla_edge.config import EdgeConfig, load_edge_config, load_limits, make_queue
+from vla_edge.core.health import Tick, TickWatch
+from vla_edge.core.heartbeat import HeartbeatWatch
 from vla_edge.core.joint_limits import JointLimits
-from vla_edge.core.records import EdgeMemory
+from vla_edge.core.model_check import check_horizon, check_normalisation
+from vla_edge.core.records import MAX_HORIZON, EdgeMemory
 from vla_edge.core.shared_buffer import remove_leftovers
 
 LOG = logging.getLogger(__name__)
 
 POLL_S: Final = 0.05
+_HUNG: Final = {
+    "policy": "no chunks are made, the arm stops",
+    "io": "no joint states come in and no status goes out, the arm stops",
+    "recorder": "nothing is recorded, the robot goes on without it"}
+"""What it means when a process hangs."""
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
@@ -68,6 +76,9 @@ class Supervisor:
         self._config, self._memory, self._clock = config, memory, clock
         names = ["motor", "policy", "io"] + ([] if config.record is None else ["recorder"])
         rules = config.supervisor
+        self._watch = HeartbeatWatch()
+        self._ticks = TickWatch(rules.motor_hang_s, clock.monotonic_ns())
+        self._is_late_start_told = False
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._restarts = {name: Restart(rules.backoff_min_s, rules.backoff_max_s, rules.backoff_reset_s)
                           for name in names}
@@ -95,7 +106,30 @@ class Supervisor:
                 return EXIT_FAILED
             if not self._restart_ended():
                 return EXIT_FAILED
+            self.watch_motor()
+            self._report_hung()
         return EXIT_OK
+
+    def watch_motor(self) -> None:
+        """Say once that the motor process does not tick, and once that it ticks again."""
+        found, now_ns = self._memory.read("motor"), self._clock.monotonic_ns()
+        before = self._ticks.state
+        if self._ticks.look(None if found is None else found[0], now_ns):
+            if self._ticks.state is Tick.HANGS:
+                LOG.critical("THE MOTOR PROCESS DOES NOT TICK: no command for more than %.2f s, the robot's own "
+                             "time-out must hold it. Look into process %d; when it ticks again, re-arm",
+                             self._config.supervisor.motor_hang_s, self.pid("motor"))
+            elif before is Tick.HANGS:
+                LOG.critical("the motor process ticks again after %.2f s", self._ticks.silent_s)
+        is_late = self._ticks.state is Tick.NOT_STARTED and self._ticks.silent_s > self._config.supervisor.motor_start_s
+        if is_late and not self._is_late_start_told:
+            self._is_late_start_told = True
+            LOG.critical("THE MOTOR PROCESS HAS NOT STARTED within %g s: nothing is sent. Look into process %d",
+                         self._config.supervisor.motor_start_s, self.pid("motor"))
+
+    def pid(self, name: str) -> int:
+        """Process id, 0 if it was not started."""
+        return self._children[name].pid if name in self._children else 0
 
     def _restart_ended(self) -> bool:
         """Start again what ended; False if a process says that the edge cannot work without an operator."""
@@ -117,6 +151,22 @@ class Supervisor:
             elif now_ns >= restart.due_ns:
                 self.start(name)
         return True
+
+    def _report_hung(self) -> None:
+        """Say which process has stopped without ending; to kill it is for the operator, who may be looking into it."""
+        for name, restart in self._restarts.items():
+            if name == "motor":  # watched more closely
+                continue
+            found = self._memory.read(name)
+            if found is None or self._children[name].returncode is not None:
+                continue
+            now_ns = self._clock.monotonic_ns()
+            hangs = self._watch.changed(name, int(found[1]["stamp_ns"]), restart.started_ns, now_ns)
+            if hangs:
+                LOG.error("the %s process does not answer (%s): look into process %d, or kill it and it is started "
+                          "again", name, _HUNG[name], self._children[name].pid)
+            elif hangs is False:
+                LOG.warning("the %s process answers again", name)
 
     def stop(self) -> None:
         """The motor first, which brakes to rest; then the others, which see and record that."""
@@ -158,7 +208,14 @@ def check(config: EdgeConfig) -> JointLimits:
         topic_spec("joint_command").topic(config.robot_id)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    load_manifest(config.model).require(limits.names, period_s=config.motor.period_s)
+    manifest = load_manifest(config.model)
+    manifest.require(limits.names, period_s=config.motor.period_s)
+    ensemble = config.ensemble
+    check_horizon(manifest, longest=min(config.gate.max_horizon, MAX_HORIZON),
+                  replan_ticks=config.policy.replan_ticks,
+                  ramp_ticks=ensemble.ramp_ticks if ensemble.rule in ("ramp", "speed_ramp") else 0,
+                  prefix_ticks=ensemble.prefix_ticks if ensemble.rule == "prefix" else 0)
+    check_normalisation(manifest, limits)
     return limits
 
 

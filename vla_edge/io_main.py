@@ -11,24 +11,19 @@ import numpy as np
 
 from vla_common.manifest import load_manifest
 from vla_common.messages import new
-from vla_common.metrics import Counters, Histogram
+from vla_common.metrics import Counters
 from vla_common.topics import topic_spec
 from vla_common.wire import WireError, decode, encode, make_header, normalise_instruction, stamp_ns
 from vla_common.zenoh_session import Bus, Received, open_bus
 from vla_edge.child import Child, main_exit, run
 from vla_edge.core.local_motion import is_home_phrase
-from vla_edge.core.records import Record
-from vla_edge.core.shield import REARM_TEXT, REASON_TEXT, Rearm, Reason, State
+from vla_edge.io_status import StatusOut
 
 LOG = logging.getLogger(__name__)
 
 NS: Final = 1_000_000_000
 FUTURE_TOLERANCE_NS: Final = 5_000_000
-POLICY_MAX_AGE_NS: Final = NS // 4
-MOTOR_MAX_AGE_NS: Final = NS // 4
 WATCH_PERIOD_NS: Final = 5 * NS
-TICK_FIELDS: Final = ("lateness_ns", "work_ns", "missed", "state", "reason", "segment", "chunk_sequence",
-                      "offered_sequence", "offered_verdict", "measured_stamp_ns", "rearms", "estops")
 
 
 class IoLoop:
@@ -43,46 +38,47 @@ class IoLoop:
         self._joints_in = bus.latest("joint_states", robot)
         self._instruction_in = bus.latest("instruction", robot)
         self._commands_in = bus.queue("shield_command", robot, capacity=16)
+        self._estop_in = None if config.io.estop_topic == "off" else bus.queue("estop", robot, capacity=16)
         self._images_in = {camera: bus.latest("image", robot, camera) for camera in cameras}
         self._images: dict[str, Any] = {}
         self._observation_out = cloud.publisher("observation", robot)
-        self._status_out, self._ticks_out = bus.publisher("shield_status", robot), bus.publisher("motor_ticks", robot)
         self._session = secrets.token_hex(8)
         self._observations = 0
         self._instruction = ""
         self._joints, self._beat = self._memory.blank("joints"), self._memory.blank("io")
         self._control = self._memory.blank("control")
-        self._resume()
         self._seen_commands: dict[bytes, int] = {}
-        self._lateness_s = Histogram(3000)
-        self._rejects = Counters()
+        self._rejects, self._rejects_told = Counters(), dict[str, int]()
+        self._out = StatusOut(child, bus, self._rejects, self._resume())
         self._status_due_ns = self._ticks_due_ns = self._watch_due_ns = 0
-        self._logged: tuple[State, Reason, bool] | None = None
 
-    def _resume(self) -> None:
-        """Go on where a killed predecessor stopped: counts of commands, and which ticks were already published."""
+    def _resume(self) -> int:
+        """Go on where a killed predecessor stopped: counts of commands, level of the emergency stop input, and, as the
+        result, which tick to publish next."""
         found = self._memory.read("control")
         if found is not None:
-            self._control["rearm"], self._control["estop"] = found[1]["rearm"], found[1]["estop"]
-        found = self._memory.read("io")
-        self._cursor = int(found[1]["tick_cursor"]) if found is not None else 0
+            self._control[...] = found[1]
         self._beat["pid"], self._beat["session"] = os.getpid(), self._session.encode()
+        found = self._memory.read("io")
+        return int(found[1]["tick_cursor"]) if found is not None else 0
 
     def turn(self) -> None:
         """Do what is due."""
         now_ns = self._clock.monotonic_ns()
         self._take_commands()
+        self._take_estop()
         self._take_joints()
         self._take_instruction()
         self._take_images()
         if now_ns >= self._ticks_due_ns:
             self._ticks_due_ns = now_ns + round(NS / self._config.ticks_hz)
-            self._publish_ticks(now_ns)
+            self._out.publish_ticks(now_ns)
         if now_ns >= self._status_due_ns:
             self._status_due_ns = now_ns + round(NS / self._config.status_hz)
-            self._publish_status(now_ns)
+            joints_ns = int(self._joints["stamp_ns"])
+            self._out.publish_status(now_ns, None if joints_ns == 0 else (now_ns - joints_ns) / NS)
         self._beat["loops"] += 1
-        self._beat["stamp_ns"], self._beat["tick_cursor"] = now_ns, self._cursor
+        self._beat["stamp_ns"], self._beat["tick_cursor"] = now_ns, self._out.cursor
         self._memory.write("io", self._beat)
         if now_ns >= self._watch_due_ns:
             self._watch_due_ns = now_ns + WATCH_PERIOD_NS
@@ -129,6 +125,23 @@ class IoLoop:
                 self._control["rearm"] += 1
                 changed = True
             self._seen_commands[sender] = max(sequence, self._seen_commands.get(sender, -1))
+        if changed:
+            self._memory.write("control", self._control)
+
+    def _take_estop(self) -> None:
+        """Level of the emergency stop input. The message has no stamp, so it counts from when it was received; the
+        motor process judges how long it has been silent, whatever becomes of this one."""
+        if self._estop_in is None:
+            return
+        changed = False
+        while (received := self._estop_in.try_recv()) is not None:
+            message = self._decoded("std_msgs/Bool", received, "estop")
+            if message is None:
+                continue
+            is_pressed = bool(message.data)
+            self._control["presses"] += is_pressed and not self._control["pressed"]
+            self._control["pressed"], self._control["heard_ns"] = is_pressed, received.received_ns
+            changed = True
         if changed:
             self._memory.write("control", self._control)
 
@@ -188,64 +201,14 @@ class IoLoop:
             joint_positions=np.array(self._joints["position"]), images=images)))
         self._observations += 1
 
-    def _publish_ticks(self, now_ns: int) -> None:
-        self._cursor, records, lost = self._memory.ticks.drain(self._cursor, 1024)
-        if lost:
-            self._rejects.add("motor_ticks_lost", lost)
-        if not records:
-            return
-        ticks: Record = np.frombuffer(b"".join(records), dtype=self._memory.dtypes["ticks"])
-        for lateness_ns in ticks["lateness_ns"]:
-            self._lateness_s.record(float(lateness_ns) / NS)
-        self._ticks_out.put(encode(new(
-            "MotorTicks", header=make_header(now_ns), joints=len(self._names), tick=ticks["tick"],
-            command=ticks["position"], **{name: ticks[name] for name in TICK_FIELDS})))
-
-    def _publish_status(self, now_ns: int) -> None:
-        found = self._memory.read("motor")
-        if found is None:
-            return
-        motor = found[1]
-        state, reason, verdict = State(int(motor["state"])), Reason(int(motor["reason"])), Rearm(int(motor["rearm"]))
-        policy_ready = self._policy_ready(now_ns)
-        text = REASON_TEXT[reason]
-        if state is State.HOLDING and verdict is not Rearm.ACCEPTED:
-            text += f"; re-arm {REARM_TEXT[verdict]}"
-        elif state is State.HOLDING and not policy_ready:
-            text += "; no fresh plan yet: is the cloud up and an instruction given?"
-        hangs = reason is not Reason.SHUTDOWN and now_ns - int(motor["stamp_ns"]) > MOTOR_MAX_AGE_NS
-        if hangs:
-            text = "THE MOTOR PROCESS DOES NOT TICK: the robot is on its own time-out"
-            verdict = Rearm.NOT_HOLDING
-        late = self._lateness_s.summary()
-        self._status_out.put(encode(new(
-            "ShieldStatus", header=make_header(now_ns), state=int(state), reason=text, tick=int(motor["tick"]),
-            rearm_ready=verdict is Rearm.ACCEPTED and policy_ready, joint_names=self._names,
-            position=np.array(motor["position"]), velocity=np.array(motor["velocity"]),
-            limit_interventions=int(motor["limited"]), missed_ticks=int(motor["missed"]),
-            lateness_p50_s=late.p50, lateness_p99_s=late.p99, lateness_max_s=late.maximum if late.count else 0.0,
-            chunks_accepted=int(motor["accepted"]), chunks_rejected=int(motor["rejects"].sum()),
-            scheduling=motor["scheduling"].item().decode())))
-        self._log_change(state, reason, hangs, text)
-
-    def _policy_ready(self, now_ns: int) -> bool:
-        found = self._memory.read("policy")
-        return found is not None and bool(found[1]["ready"]) and now_ns - int(found[1]["stamp_ns"]) <= POLICY_MAX_AGE_NS
-
-    def _log_change(self, state: State, reason: Reason, hangs: bool, text: str) -> None:
-        """Log changes of the shield's state, leaving out the flicker between NOMINAL and COASTING."""
-        acts = reason in (Reason.FOLLOWING, Reason.CHUNK_OLD)
-        key = (State.NOMINAL, Reason.FOLLOWING, hangs) if acts else (state, reason, hangs)
-        if key != self._logged:
-            self._logged = key
-            LOG.log(logging.ERROR if hangs else logging.INFO, "shield %s: %s", state.name, text)
-
     def _log_rejects(self) -> None:
-        counts = {name: count for name, count in self._rejects.snapshot().items() if count}
+        total = self._rejects.snapshot()
+        counts = {name: count - self._rejects_told.get(name, 0) for name, count in total.items()
+                  if count > self._rejects_told.get(name, 0)}
+        self._rejects_told = total
         if counts:
             LOG.warning("refused in the last %d s: %s", WATCH_PERIOD_NS // NS,
                         ", ".join(f"{name} {count}" for name, count in counts.items()))
-            self._rejects = Counters()
 
 
 def body(child: Child) -> None:

@@ -30,7 +30,7 @@ def build_loop(child: Child, send: Send, scheduling: str) -> MotorLoop:
     config, limits = child.config, child.limits
     return MotorLoop(child.memory, limits, ChunkGate(limits, config.motor.period_s, config.gate),
                      make_queue(config, len(limits)), Shield(limits, config.motor.period_s, config.shield),
-                     child.clock, send, scheduling, os.getpid())
+                     child.clock, send, scheduling, os.getpid(), config.io.estop_required_within_s)
 
 
 def run_clock(loop: MotorLoop, clock: Clock, period_ns: int, stop: StopFlag) -> MotorClock:

@@ -13,13 +13,15 @@ from vla_common.metrics import Counters, Histogram, RateMeter
 from vla_common.tensors import tokens_of
 from vla_common.wire import WireError, decode, encode, make_header, stamp_ns
 from vla_common.zenoh_session import Bus, open_bus
-from vla_edge.adapters.denoiser_onnx import OnnxDenoiser
 from vla_edge.child import Child, main_exit, run
 from vla_edge.core.chunk import REJECTS, ActionChunk
 from vla_edge.core.context_mailbox import Context, ContextMailbox, MailboxConfig
+from vla_edge.core.denoiser import Denoiser
+from vla_edge.core.health import SKILLS, ContextStreak
 from vla_edge.core.planner import MotorView, Planner, PlannerConfig
-from vla_edge.core.records import Record, fill_chunk
+from vla_edge.core.records import MAX_HORIZON, Record, fill_chunk
 from vla_edge.core.shield import State
+from vla_edge.engines import make_denoiser
 
 LOG = logging.getLogger(__name__)
 
@@ -30,11 +32,12 @@ SETTLE_NS: Final = 1_000_000
 """After the tick's deadline, so that the record of that tick is there when the loop looks."""
 
 
-def make_planner(child: Child, manifest: Manifest, denoiser: OnnxDenoiser, session: str) -> Planner:
+def make_planner(child: Child, manifest: Manifest, denoiser: Denoiser, session: str) -> Planner:
     """The planner for a model, checked against the robot.
 
     Raises:
         ManifestError: the model is for other joints or another tick.
+        DenoiserError: ensemble.rule is 'prefix' and the model takes none.
     """
     config = child.config
     manifest.require(child.limits.names, period_s=config.motor.period_s)
@@ -42,7 +45,8 @@ def make_planner(child: Child, manifest: Manifest, denoiser: OnnxDenoiser, sessi
                                                                 max_age_s=config.policy.max_context_age_s))
     settings = PlannerConfig(config.motor.period_s, manifest.horizon, config.policy.bridge_s,
                              config.policy.home_phrases, config.policy.home_limit_share,
-                             float(manifest.extra.get("noise_scale", 0.0)), config.policy.noise_seed)
+                             float(manifest.extra.get("noise_scale", 0.0)), config.policy.noise_seed,
+                             config.ensemble.prefix_ticks if config.ensemble.rule == "prefix" else None)
     return Planner(session, child.limits, denoiser, mailbox, settings)
 
 
@@ -65,6 +69,7 @@ class PolicyLoop:
         self._rejects_by_motor: Record | None = None
         self._closure, self._closure_ns = 0.0, 0
         self._planned_tick: int | None = None
+        self._streak, self._why_not = ContextStreak(), ""
         self._rejects, self._context_rate, self._denoise_s = Counters(), RateMeter(), Histogram(1024)
         self._chunk_count = 0
         self._status_due_ns = 0
@@ -95,7 +100,10 @@ class PolicyLoop:
             self._planner.bind_session(io[1]["session"].item().decode())
         while (received := self._instructions.try_recv()) is not None:
             try:
+                before = self._planner.instruction
                 self._planner.set_instruction(str(decode("std_msgs/String", received.payload).data), now_ns)
+                if self._planner.instruction != before:
+                    self._streak.forget()
             except WireError as error:
                 self._rejects.add(f"instruction_{error.cause}")
         while (received := self._contexts.try_recv()) is not None:
@@ -103,12 +111,15 @@ class PolicyLoop:
                 context = context_of(decode("ContextTokens", received.payload))
             except WireError as error:
                 self._rejects.add(f"context_{error.cause}")
+                self._streak.refused(f"context_{error.cause}", now_ns)
                 continue
             reject = self._planner.offer(context, received.received_ns)
             if reject is None:
                 self._context_rate.record(now_ns)
+                self._streak.taken(context.stamp_ns)
             else:
                 self._rejects.add(reject.value)
+                self._streak.refused(reject.value, now_ns)
 
     def _newest_motor(self) -> MotorView | None:
         found = self._memory.read("motor", self._seen["motor"])
@@ -116,7 +127,8 @@ class PolicyLoop:
             self._seen["motor"], record = found
             self._rejects_by_motor = record["rejects"]
             self._motor = MotorView(int(record["tick"]), int(record["stamp_ns"]), record["position"],
-                                    record["velocity"], record["acceleration"], State(int(record["state"])))
+                                    record["velocity"], record["acceleration"], State(int(record["state"])),
+                                    record["plan"][:min(int(record["plan_rows"]), MAX_HORIZON)])
         joints = self._memory.read("joints", self._seen["joints"])
         if joints is not None:
             self._seen["joints"], record = joints
@@ -129,10 +141,13 @@ class PolicyLoop:
         self._planned_tick = motor.tick
         if chunk is None:
             if self._planner.why_not is not None:
-                self._rejects.add(self._planner.why_not.value)
+                self._why_not = self._planner.why_not.value
+                self._rejects.add(self._why_not)
             return
+        self._why_not = ""
         fill_chunk(self._chunk_record, chunk)
         self._memory.write("chunk", self._chunk_record)
+        self._planner.finished(motor, self._clock.monotonic_ns())
         self._chunk_count += 1
         self._denoise_s.record((self._clock.monotonic_ns() - now_ns) / NS)
         self._chunks_out.put(encode(chunk_message(chunk, motor.stamp_ns)))
@@ -141,6 +156,8 @@ class PolicyLoop:
         beat = self._heartbeat
         beat["loops"] += 1
         beat["stamp_ns"], beat["ready"] = now_ns, self._planner.ready(now_ns)
+        beat["skill"], beat["why_not"] = SKILLS.index(self._planner.skill.value), self._why_not.encode()
+        self._streak.fill(beat)
         self._memory.write("policy", beat)
 
     def _publish_status(self, now_ns: int) -> None:
@@ -178,7 +195,7 @@ def body(child: Child) -> None:
     """Load the model, then plan until told to stop."""
     config = child.config
     manifest = load_manifest(config.model)
-    denoiser = OnnxDenoiser(config.model, manifest)
+    denoiser = make_denoiser(config.model, manifest, config.policy.engine, config.policy.fp16)
     planner = make_planner(child, manifest, denoiser, secrets.token_hex(8))
     with open_bus(config.bus, node=f"vla_policy_{config.robot_id}", allow_remote=config.allow_remote) as bus, \
             open_bus(config.cloud, node=f"vla_policy_{config.robot_id}", allow_remote=config.allow_remote) as cloud:

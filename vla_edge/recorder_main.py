@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,7 @@ from vla_common.topics import TOPICS, TopicSpec
 from vla_common.zenoh_session import Bus, QueueSubscriber, open_bus
 from vla_edge.adapters.mcap_recorder import McapRecorder, RecordingError
 from vla_edge.child import Child, PermanentError, main_exit, run
+from vla_edge.core.trace import METADATA
 
 LOG = logging.getLogger(__name__)
 
@@ -60,12 +62,21 @@ def body(child: Child) -> None:
     node = f"vla_recorder_{config.robot_id}"
     try:
         recorder = McapRecorder(free_path(config.record))
+        # All that 'vla replay' needs beside the messages.
+        recorder.describe(METADATA, {"settings": config.to_json(),
+                                     "robot_file": config.robot_file.read_text(encoding="utf-8")})
         with open_bus(config.bus, node=node, allow_remote=config.allow_remote) as bus, \
                 open_bus(config.cloud, node=node, allow_remote=config.allow_remote) as cloud:
             readers = subscribe({"bus": bus, "cloud": cloud}, config.robot_id, cameras)
             LOG.info("recording to %s", recorder.path)
+            beat = child.memory.blank("recorder")
+            beat["pid"] = os.getpid()
             while not child.stop.is_set():
                 drain(readers, recorder, child.clock)
+                recorder.flush()
+                beat["loops"] += 1
+                beat["stamp_ns"] = child.clock.monotonic_ns()
+                child.memory.write("recorder", beat)
                 sleep_s(child.clock, POLL_S)
             drain(readers, recorder, child.clock)
             recorder.close()

@@ -144,6 +144,11 @@ class Link:
         """Counters by direction."""
         return {name: schedule.counters for name, schedule in self._schedules.items()}
 
+    def change(self, faults: LinkFaults) -> None:
+        """Treat messages that enter from now on by other faults; outages, draws, counters and messages under way
+        stay as they are."""
+        self._schedules["up"].faults, self._schedules["down"].faults = faults.up, faults.down
+
     def enter(self, now_ns: int, direction: Direction, payload: bytes, tag: object = None) -> None:
         """A message enters the link."""
         schedule = self._schedules[direction]

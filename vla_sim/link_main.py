@@ -4,7 +4,8 @@
 
 Payloads are never read, so flipped bits reach the other side; attachments pass unchanged. It also listens to the task
 status on the robot bus, for outages that belong to episodes. Nothing here blocks a publisher: receiving threads put
-messages into the schedule, one thread takes them out when they are due.
+messages into the schedule, one thread takes them out when they are due. SIGHUP reads the fault file again; messages
+that enter after that are treated by it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import dataclasses
 import json
 import logging
+import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,9 +77,15 @@ class LinkService:
         for begin_ns, end_ns in windows:
             self._events.write("outage", start_ns=begin_ns, end_ns=end_ns, episode=int(status.episode))
 
-    def run(self, stop: StopFlag) -> None:
-        """Deliver until stopped."""
+    def change(self, faults: LinkFaults) -> None:
+        """Other faults for messages that enter from now on."""
+        with self._changed:
+            self.link.change(faults)
+
+    def run(self, stop: StopFlag, each_turn: Callable[[], None] = lambda: None) -> None:
+        """Deliver until stopped; calls ``each_turn`` at least every _IDLE_WAIT_S."""
         while not stop.is_set():
+            each_turn()
             with self._changed:
                 now_ns = self._clock.monotonic_ns()
                 leaving = self.link.leave(now_ns)
@@ -91,6 +100,20 @@ class LinkService:
         """Counters by direction."""
         with self._changed:
             return {name: dataclasses.asdict(counters) for name, counters in self.link.counters.items()}
+
+
+def _reread(service: LinkService, path: Path, asked: list[int]) -> None:
+    """Read the fault file again if that was asked for; a file with an error changes nothing."""
+    if not asked:
+        return
+    asked.clear()
+    try:
+        plan = load_config(FaultPlan, path)
+    except ConfigError as error:
+        LOG.error("faults stay as they are: %s", error)
+        return
+    service.change(plan.link or LinkFaults())
+    LOG.info("faults are now: %s", plan.title)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_parent()
     setup_logging("link")
     stop = stop_on_signals()
+    asked: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, frame: asked.append(number))
     arguments = parser().parse_args(argv)
     clock = SystemClock()
     try:
@@ -122,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             robot_bus = open_bus(arguments.bus, node="vla_link_watch", clock=clock) if arguments.bus else None
             service.connect(edge_side, cloud_side, robot_bus, arguments.robot)
             print(f"READY {arguments.listen} {plan.title}", flush=True)
-            service.run(stop)
+            service.run(stop, partial(_reread, service, arguments.faults, asked))
             if robot_bus is not None:
                 robot_bus.close()
     except (ConfigError, BusError) as error:

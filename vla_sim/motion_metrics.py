@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ class TickStream:
         stamp_ns: int64[n] robot's monotonic clock at the tick's deadline.
         lateness_s: float64[n] wake-up after the deadline.
         state: uint8[n] shield state.
+        segment: uint32[n] counts starts of the command stream; steps from one to the next are no motion.
         chunk_sequence: uint64[n] chunk behind the command.
         command: float64[n, joints] rad (gripper: closure).
         opens_batch: bool[n] the tick is the first of its message: what is missing before it may just not be recorded.
@@ -44,6 +45,7 @@ class TickStream:
     stamp_ns: npt.NDArray[np.int64]
     lateness_s: Array
     state: npt.NDArray[np.uint8]
+    segment: npt.NDArray[np.uint32]
     chunk_sequence: npt.NDArray[np.uint64]
     command: Array
     opens_batch: npt.NDArray[np.bool_]
@@ -59,8 +61,15 @@ def merge_ticks(batches: Sequence[Any], period_s: float, anchor: tuple[int, int]
         period_s: of the motor clock.
         anchor: a tick and the instant at which it was due, ns. Without one the earliest publication of the last tick
             of a batch places the ticks in time, up to some milliseconds.
+
+    Raises:
+        ValueError: a batch whose columns differ in length.
     """
     batches = [batch for batch in batches if len(batch.tick)]
+    for batch in batches:
+        if not len(batch.tick) == len(batch.state) == len(batch.segment) == len(batch.lateness_ns):
+            raise ValueError(f"MotorTicks with {len(batch.tick)} ticks and columns of other lengths: not recorded by "
+                             "this release?")
     if not batches:
         return _empty_stream()
     tick = np.concatenate([batch.tick for batch in batches]).astype(np.int64)
@@ -75,13 +84,14 @@ def merge_ticks(batches: Sequence[Any], period_s: float, anchor: tuple[int, int]
     command = np.concatenate([batch.command.reshape(-1, int(batch.joints)) for batch in batches])[keep]
     return TickStream(
         merged, _tick_stamps(batches, merged, period_s, anchor), column("lateness_ns") / NS_PER_S, column("state"),
-        column("chunk_sequence"), command.astype(np.float64), opens[keep], len(tick) - len(merged),
+        column("segment"), column("chunk_sequence"), command.astype(np.float64), opens[keep], len(tick) - len(merged),
         int(merged[-1] - merged[0]) + 1 - len(merged))
 
 
 def _empty_stream() -> TickStream:
     whole = np.zeros(0, dtype=np.int64)
-    return TickStream(whole, whole, np.zeros(0), whole.astype(np.uint8), whole.astype(np.uint64), np.zeros((0, 0)),
+    return TickStream(whole, whole, np.zeros(0), whole.astype(np.uint8), whole.astype(np.uint32),
+                      whole.astype(np.uint64), np.zeros((0, 0)),
                       whole.astype(bool), 0, 0)
 
 
@@ -123,6 +133,7 @@ class LimitReport:
         first_violation: words on the first one, empty without any.
         reentries: re-arms that started a new segment of the stream at a measured pose away from the last command.
         largest_reentry: largest such step, rad (gripper: closure).
+        stalls: segments begun because the motor process had not run. largest_stall: as above.
         holes: places at which commands were sent but not recorded, so that nothing can be said about them.
     """
 
@@ -132,6 +143,8 @@ class LimitReport:
     first_violation: str
     reentries: int
     largest_reentry: float
+    stalls: int
+    largest_stall: float
     holes: int
 
     @property
@@ -140,31 +153,40 @@ class LimitReport:
         return sum(self.violations.values())
 
 
-def segment_starts(stream: TickStream, missed_deadlines: int) -> tuple[list[int], list[int]]:
-    """Rows at which the stream begins anew: (re-entries, rows after commands that were not recorded).
+class Starts(NamedTuple):
+    """Rows at which the stream begins anew, see :func:`segment_starts`."""
+    reentries: list[int]
+    stalls: list[int]
+    holes: list[int]
 
-    *Re-entry*: a step at the re-arm of an arm that was holding at rest. The shield re-enters from the measured pose,
-    which may lie away from the last command (somebody moved the arm). No other step is excused.
-    *Not recorded*: more ticks are missing than the motor clock missed deadlines, so some were sent but not recorded
-    (a killed recorder). Then holes between messages, never those inside one, separate segments.
+
+def segment_starts(stream: TickStream, missed_deadlines: int) -> Starts:
+    """Rows at which the stream begins anew. Steps onto them are no motion, and no other step is excused.
+
+    *Re-entry*: the segment number changes at the re-arm of an arm that was holding at rest. The shield re-enters from
+    the measured pose, which may lie away from the last command (somebody moved the arm).
+    *Stall*: the segment number changes into HOLDING. The motor process had not run, the robot was on its own time-out.
+    *Hole*: more ticks are missing than the motor clock missed deadlines, so some were sent but not recorded (a killed
+    recorder). Then gaps between messages, never those inside one, separate what is compared.
     """
-    reentries = []
-    for row in np.flatnonzero((stream.state[:-1] == HOLDING) & (stream.state[1:] != HOLDING)) + 1:
+    reentries, stalls = [], []
+    for row in (np.flatnonzero(np.diff(stream.segment.astype(np.int64))) + 1).tolist():
         at_rest = row >= 3 and bool((stream.command[row - 3:row] == stream.command[row - 1]).all())
-        if at_rest and bool((stream.command[row] != stream.command[row - 1]).any()):
-            reentries.append(int(row))
+        if stream.state[row] == HOLDING:
+            stalls.append(row)
+        elif stream.state[row - 1] == HOLDING and at_rest:
+            reentries.append(row)
     holes = []
     if stream.gaps > missed_deadlines:
         holes = (np.flatnonzero((np.diff(stream.tick) > 1) & stream.opens_batch[1:]) + 1).tolist()
-    return reentries, holes
+    return Starts(reentries, stalls, holes)
 
 
 def check_limits(stream: TickStream, limits: JointLimits, period_s: float, missed_deadlines: int = 0) -> LimitReport:
     """Compare the stream as sent with the robot file's limits.
 
     Args:
-        stream, limits: to compare.
-        period_s: of the motor clock.
+        stream, limits, period_s: to compare.
         missed_deadlines: as the motor clock counted them; see :func:`segment_starts`.
 
     Raises:
@@ -175,21 +197,29 @@ def check_limits(stream: TickStream, limits: JointLimits, period_s: float, misse
         raise ValueError(f"commands of {command.shape[1]} joints, the robot file names {len(limits)}: wrong robot "
                          "file?")
     command = command.reshape(-1, len(limits))
-    reentries, holes = segment_starts(stream, missed_deadlines)
-    starts = sorted({0, *reentries, *holes}) if len(command) else []
+    begins = segment_starts(stream, missed_deadlines)
+    at_rest = {*begins.reentries, *begins.stalls}
+    starts = sorted({0, *at_rest, *begins.holes}) if len(command) else []
     peak = {name: np.zeros(len(limits)) for name in QUANTITIES}
     violations = dict.fromkeys(("position", *QUANTITIES), 0)
     named: list[tuple[int, str]] = []
     for first, end in zip(starts, [*starts[1:], len(command)][:len(starts)], strict=True):
-        excess = _excess(command[first:end], limits, period_s)
+        rows = command[first:end]
+        if first in at_rest:  # a segment begins at rest: what its first command does is judged from there
+            rows = np.concatenate([np.repeat(rows[:1], 3, axis=0), rows])
+        excess = _excess(rows, limits, period_s)
         for name, values in excess.items():
             violations[name] += int((values > RELATIVE_TOLERANCE).sum())
             if name in peak:
                 peak[name] = np.maximum(peak[name], values.max(axis=0, initial=-1.0) + 1.0)
         named += _first_violation(stream.tick[first:end], limits, excess)
-    steps = [float(np.abs(command[row] - command[row - 1]).max()) for row in reentries]
-    return LimitReport(limits.names, peak, violations, min(named)[1] if named else "", len(steps),
-                       max(steps, default=0.0), len(holes))
+    return LimitReport(limits.names, peak, violations, min(named)[1] if named else "", len(begins.reentries),
+                       _largest_step(command, begins.reentries), len(begins.stalls),
+                       _largest_step(command, begins.stalls), len(begins.holes))
+
+
+def _largest_step(command: Array, rows: list[int]) -> float:
+    return max((float(np.abs(command[row] - command[row - 1]).max()) for row in rows), default=0.0)
 
 
 def _excess(command: Array, limits: JointLimits, period_s: float) -> dict[str, Array]:

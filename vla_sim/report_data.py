@@ -226,6 +226,7 @@ def summary_of(data: RunData) -> dict[str, Any]:
             "peak_of_limit": {name: dict(zip(report.names, values.tolist(), strict=True))
                               for name, values in report.peak.items()},
             "reentries": report.reentries, "largest_reentry": report.largest_reentry,
+            "stalls": report.stalls, "largest_stall_step": report.largest_stall,
             "holes_in_recording": report.holes},
         "context": {"rate_hz": context_rate_hz(data), "longest_gap_s": longest_context_gap_s(data),
                     "age_s": _summary(summarise(data.context_age.values))},

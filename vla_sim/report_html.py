@@ -95,6 +95,9 @@ def _limits_note(motor: dict[str, Any]) -> str:
     if motor["reentries"]:
         text += (f" {motor['reentries']} re-arms began a new segment at a measured pose up to "
                  f"{number(motor['largest_reentry'], 3)} rad from the last command.")
+    if motor["stalls"]:
+        text += (f" The motor process stalled {motor['stalls']} times; the stream began anew up to "
+                 f"{number(motor['largest_stall_step'], 3)} rad from the last command.")
     return text
 
 

@@ -88,6 +88,8 @@ def sample(short: str):
                 measured_stamp_ns=[10**10, 10**10, 10**10 + 5],
                 rearms=[1, 1, 2],
                 estops=[0, 0, 3],
+                estop_presses=[0, 1, 4],
+                estop_input=[0, 1, 2],
                 command=np.arange(6) / 2,
             ),
             "PolicyStatus": dict(
@@ -122,9 +124,10 @@ def sample(short: str):
             "JointState": dict(name=JOINTS, position=eight, velocity=-eight),
             "CompressedImage": dict(format="jpeg", data=bytes(range(5))),
             "String": dict(data="touch the red block"),
+            "Bool": dict(data=True),
         }[short]
     )
-    if short != "String":
+    if short not in ("String", "Bool"):
         fields["header"] = header
     return messages.new(short, **fields)
 

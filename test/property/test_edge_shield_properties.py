@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vla_edge.config import load_limits
 from vla_edge.core.braking import stop_extent, unavoidable_speed
 from vla_edge.core.joint_limits import JointLimits
-from vla_edge.core.shield import Rearm, Shield, ShieldConfig, State
+from vla_edge.core.shield import EstopInput, Rearm, Shield, ShieldConfig, State
 from vla_edge.core.tracking import JointTracker
 
 T = 0.01
@@ -102,9 +102,16 @@ def run_schedule(seed, ticks, limits=None):
         event = rng.random()
         if event < 0.005:
             shield.estop()
+        elif event < 0.01:
+            shield.estop_input(EstopInput(int(rng.integers(3))))
+        elif event < 0.015:
+            # Anywhere: a new segment begins at rest, so the stream's rules hold from there on.
+            measured = rng.uniform(limits.position_lower, limits.position_upper) if event < 0.013 else None
+            shield.stall(measured, float(rng.choice([0.0, 0.2])))
         elif shield.state is State.HOLDING and event < 0.3:
             away = rng.random() < 0.2
             measured = rng.uniform(limits.position_lower, limits.position_upper) if away else shield.position + 0.001
+            shield.estop_input(EstopInput(int(rng.choice([0, 0, 0, 1, 2]))))
             shield.rearm(measured, float(rng.choice([0.0, 0.05, 0.2])))
         desired = None if event > 0.985 else wanted[k]
         if event > 0.999:

@@ -33,7 +33,8 @@ def limits(jerk: float = 1e9) -> JointLimits:
                     "ready": 0.0, "reentry_gap": 0.05} for name in names]})
 
 
-def batches(command: np.ndarray, states: list[int] | None = None, start_tick: int = 100, per_batch: int = 10) -> list[Any]:
+def batches(command: np.ndarray, states: list[int] | None = None, start_tick: int = 100, per_batch: int = 10,
+            segments: list[int] | None = None) -> list[Any]:
     count = len(command)
     out = []
     for first in range(0, count, per_batch):
@@ -41,7 +42,8 @@ def batches(command: np.ndarray, states: list[int] | None = None, start_tick: in
         tick = np.arange(start_tick + rows.start, start_tick + rows.stop)
         out.append(new("MotorTicks", header=make_header(int(tick[-1]) * 10 * MS + 3 * MS), joints=command.shape[1],
                        tick=tick, lateness_ns=np.full(len(tick), 50_000), chunk_sequence=np.ones(len(tick), np.uint64),
-                       state=np.array((states or [0] * count)[rows], np.uint8), command=command[rows]))
+                       state=np.array((states or [0] * count)[rows], np.uint8), command=command[rows],
+                       segment=np.array((segments or [1] * count)[rows], np.uint32)))
     return out
 
 
@@ -100,13 +102,38 @@ def test_each_violation_is_found_and_named(quantity: str, tick: int) -> None:
 def test_reentry_from_a_measured_pose_is_a_new_segment_and_said() -> None:
     command = np.zeros((60, 2))
     command[40:, 0] = 0.3
-    states = [3] * 40 + [1] * 20
-    report = check_limits(merge_ticks(batches(command, states), PERIOD_S), limits(), PERIOD_S)
+    states, segments = [3] * 40 + [1] * 20, [1] * 40 + [2] * 20
+    report = check_limits(merge_ticks(batches(command, states, segments=segments), PERIOD_S), limits(), PERIOD_S)
     assert report.total == 0
-    assert report.reentries == 1 and report.largest_reentry == pytest.approx(0.3)
-    # The same jump without the latch in between is a violation.
-    report = check_limits(merge_ticks(batches(command, [0] * 60), PERIOD_S), limits(), PERIOD_S)
-    assert report.total > 0 and report.reentries == 0
+    assert report.reentries == 1 and report.largest_reentry == pytest.approx(0.3) and report.stalls == 0
+    # The same jump without the latch in between, or without a new segment, is a violation.
+    for other in (batches(command, [0] * 60, segments=segments), batches(command, states)):
+        report = check_limits(merge_ticks(other, PERIOD_S), limits(), PERIOD_S)
+        assert report.total > 0 and report.reentries == 0
+
+
+def test_a_stall_is_a_new_segment_that_begins_at_rest() -> None:
+    command = ramp(60, 0.9)
+    command[40:] = command[39] + np.array([0.05, 0.02])
+    states, segments = [0] * 40 + [3] * 20, [1] * 40 + [2] * 20
+    stream = merge_ticks(batches(command, states, segments=segments), PERIOD_S)
+    report = check_limits(stream, limits(), PERIOD_S)
+    assert report.total == 0 and (report.stalls, report.reentries) == (1, 0)
+    assert report.largest_stall == pytest.approx(0.05)
+    assert report.peak["velocity"] == pytest.approx([0.9, 0.0])  # the step is no motion
+    # What moves at once in the new segment does not begin at rest.
+    command[41:, 0] += 0.005
+    report = check_limits(merge_ticks(batches(command, states, segments=segments), PERIOD_S), limits(), PERIOD_S)
+    assert report.violations["acceleration"] > 0
+    # Going into HOLDING with the step but without a new segment is a violation.
+    assert check_limits(merge_ticks(batches(command, states), PERIOD_S), limits(), PERIOD_S).total > 0
+
+
+def test_columns_of_different_length_are_refused() -> None:
+    parts = batches(ramp(20, 0.5))
+    parts[1].segment = parts[1].segment[:-1]
+    with pytest.raises(ValueError, match="not recorded by this release"):
+        merge_ticks(parts, PERIOD_S)
 
 
 def test_holes_in_a_recording_split_but_missed_deadlines_do_not() -> None:
@@ -122,7 +149,7 @@ def test_holes_in_a_recording_split_but_missed_deadlines_do_not() -> None:
     # A hole inside one message is never excused.
     command = ramp(60, 0.9)
     whole = batches(command, per_batch=60)[0]
-    for name in ("tick", "lateness_ns", "state", "chunk_sequence"):
+    for name in ("tick", "lateness_ns", "state", "segment", "chunk_sequence"):
         setattr(whole, name, np.delete(getattr(whole, name), slice(20, 30)))
     whole.command = np.delete(command, slice(20, 30), axis=0).ravel()
     assert check_limits(merge_ticks([whole], PERIOD_S), limits(), PERIOD_S).total > 0

@@ -59,7 +59,7 @@ def messages(command: np.ndarray) -> list[tuple[str, int, Any]]:
         out.append(("motor_ticks", at_ns, new(
             "MotorTicks", header=make_header(at_ns + 2 * MS), joints=8, tick=np.arange(5000 + first, 5010 + first),
             lateness_ns=np.linspace(40_000, 80_000, 10).astype(np.int64), state=states[rows],
-            chunk_sequence=np.zeros(10, np.uint64), command=command[rows])))
+            segment=np.ones(10, np.uint32), chunk_sequence=np.zeros(10, np.uint64), command=command[rows])))
         header = make_header(at_ns)
         out.append(("joint_states", at_ns, new("sensor_msgs/JointState", header=header, name=list(JOINT_NAMES),
                                                position=command[first + 9] + 0.001)))

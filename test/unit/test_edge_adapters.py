@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from mcap.reader import make_reader
 
@@ -21,7 +22,7 @@ from vla_common.messages import new
 from vla_edge.adapters import realtime
 from vla_edge.adapters.denoiser_onnx import OnnxDenoiser
 from vla_edge.adapters.mcap_recorder import McapRecorder, RecordingError
-from vla_edge.core.denoiser import DenoiserError
+from vla_edge.core.denoiser import DenoiserError, Prefix
 from vla_edge.recorder_main import free_path
 
 # ------------------------------------------------------------------ engine
@@ -62,6 +63,23 @@ def test_equal_inputs_give_equal_outputs_and_handles_keep_their_context(denoiser
     a = denoiser.denoise(first, proprio, 0.0, 0.5, noise)
     b = denoiser.denoise(second, proprio, 0.0, 0.5, noise)
     assert (denoiser.denoise(first, proprio, 0.0, 0.5, noise) == a).all() and (a == -b).all()
+
+
+def test_a_model_without_prefix_inputs_says_so(denoiser):
+    tokens, proprio, noise = inputs()
+    assert not denoiser.supports_prefix
+    with pytest.raises(DenoiserError, match="takes no prefix: use another ensemble.rule"):
+        denoiser.denoise(denoiser.encode_context(tokens, tokens), proprio, 0.1, 0.5, noise,
+                         Prefix(noise, np.zeros(HORIZON, np.float32)))
+
+
+def test_half_of_the_prefix_inputs_is_no_signature(folder, tmp_path):
+    manifest = make_model(tmp_path)
+    model = onnx.load(tmp_path / "denoise.onnx")
+    model.graph.input.append(onnx.helper.make_tensor_value_info("prefix", onnx.TensorProto.FLOAT, [1, HORIZON, 8]))
+    onnx.save(model, str(tmp_path / "denoise.onnx"))
+    with pytest.raises(DenoiserError, match=r"has inputs .*'prefix', 'proprio'.* expected .*'prefix_weight'"):
+        OnnxDenoiser(tmp_path, manifest)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -169,6 +169,58 @@ def test_a_horizon_that_changes_between_chunks():
         assert rows(q, base + 1, reach) == pytest.approx([t * 1e-3 for t in range(base + 1, reach + 1)])
 
 
+def test_chunks_out_of_order_in_the_queue_itself_stay_on_their_ticks():
+    """The gate refuses them; should one get through, it changes its own ticks and nothing else."""
+    q = queue()
+    q.insert(chunk(12, sequence=2), 13)
+    assert q.insert(chunk(9, sequence=1), 13) is None
+    assert rows(q, 13, 25) == pytest.approx([t * 1e-3 for t in range(13, 26)]) and q.last_tick == 25
+
+
+def test_a_shorter_chunk_cuts_the_plan_off_and_a_longer_one_carries_on():
+    q = queue(MinimumJerkRamp(4))
+    q.insert(chunk(9, horizon=40), 10)
+    q.insert(chunk(11, horizon=4, sequence=2), 12)
+    assert q.last_tick == 15 and not q.covers(16)
+    q.insert(chunk(12, horizon=20, sequence=3, value=7.0), 13)
+    found = rows(q, 13, 32)
+    assert found[0] == pytest.approx(0.013) and found[3:] == pytest.approx([7.0] * 17)
+
+
+@pytest.mark.parametrize("horizon, fits", [(30, True), (31, False)])
+def test_the_memory_bounds_how_far_a_plan_reaches(horizon, fits):
+    """One row of the past is kept beside the plan."""
+    q = ChunkQueue(8, Replace(), T, capacity=31)
+    q.insert(chunk(9, horizon=5), 10)
+    before = rows(q, 10, 14)
+    assert (q.insert(chunk(9, horizon=horizon, sequence=2), 10) is None) == fits
+    assert rows(q, 10, 14) == before and q.last_tick == (39 if fits else 14)
+    if fits:  # and it still fits when a row of the past has to be kept
+        assert q.insert(chunk(10, horizon=horizon, sequence=3), 11) is None
+        position, velocity = np.zeros(8), np.zeros(8)
+        assert q.sample(40, position, velocity) and position[0] == pytest.approx(0.040)
+
+
+def test_the_plan_ahead_is_copied_as_far_as_it_reaches():
+    q, out = queue(), np.full((6, 8), -1.0)
+    assert q.ahead(10, out) == 0 and (out == -1.0).all()
+    q.insert(chunk(9, horizon=8), 10)
+    assert q.ahead(10, out) == 6
+    np.testing.assert_allclose(out[:, 0], [t * 1e-3 for t in range(10, 16)])
+    out[:] = -1.0
+    assert q.ahead(14, out) == 4 and (out[4:] == -1.0).all()
+    np.testing.assert_allclose(out[:4, 3], [0.014, 0.015, 0.016, 0.017])
+    assert q.ahead(18, out) == 0 and q.ahead(8, out) == 0
+
+
+def test_a_first_chunk_shifted_by_a_standstill_is_merged_with_from_there_on():
+    q = queue(MinimumJerkRamp(4))
+    q.insert(chunk(99, horizon=10), 105, still_since_tick=90)
+    assert rows(q, 105, 114) == pytest.approx([t * 1e-3 for t in range(100, 110)])
+    q.insert(chunk(105, horizon=16, sequence=2), 106, still_since_tick=None)
+    assert rows(q, 106, 106) == pytest.approx([0.101]) and rows(q, 110, 121)[0] == pytest.approx(0.110)
+
+
 def test_ten_thousand_random_insertions_keep_rows_on_their_ticks():
     rng = np.random.default_rng(0)
     q, position, velocity = queue(MinimumJerkRamp(8)), np.zeros(8), np.zeros(8)

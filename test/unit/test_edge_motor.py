@@ -11,7 +11,7 @@ from vla_edge.core.chunk import REJECTS, ActionChunk, ChunkGate, Reject
 from vla_edge.core.motor_clock import MotorClock
 from vla_edge.core.motor_loop import MotorLoop
 from vla_edge.core.records import EdgeMemory, fill_chunk
-from vla_edge.core.shield import Rearm, Reason, Shield, ShieldConfig, State
+from vla_edge.core.shield import EstopInput, Rearm, Reason, Shield, ShieldConfig, State
 from vla_edge.motor_main import run_clock
 
 T, T_NS = 0.01, 10_000_000
@@ -58,14 +58,15 @@ def test_a_period_must_be_positive():
 class Motor:
     """A motor loop with the shared memory of its siblings, on a clock that only this test moves."""
 
-    def __init__(self, tmp_path, start_ns=1_000 * T_NS):
+    def __init__(self, tmp_path, start_ns=1_000 * T_NS, estop_silence_s=None):
         self.clock = SteppedClock(start_ns)
         self.memory = EdgeMemory.create("test", len(LIMITS), tmp_path)
         self.sent, self.sequence, self.tick, self.start_ns = [], 0, 0, start_ns
         config = EdgeConfig()
         self.loop = MotorLoop(self.memory, LIMITS, ChunkGate(LIMITS, T), make_queue(config, len(LIMITS)),
                               Shield(LIMITS, T, ShieldConfig(first_chunk_ticks=20)), self.clock,
-                              lambda stamp, q, v: self.sent.append((stamp, q.copy(), v.copy())), "test", 42)
+                              lambda stamp, q, v: self.sent.append((stamp, q.copy(), v.copy())), "test", 42,
+                              estop_silence_s)
         self._joints, self._control = self.memory.blank("joints"), self.memory.blank("control")
         self._chunk = self.memory.blank("chunk")
 
@@ -81,6 +82,18 @@ class Motor:
     def event(self, name):
         self._control[name] += 1
         self.memory.write("control", self._control)
+
+    def button(self, pressed, heard_ns=None):
+        """What the io process writes for each message of the emergency stop input."""
+        self._control["presses"] += pressed and not self._control["pressed"]
+        self._control["pressed"] = pressed
+        self._control["heard_ns"] = self.now_ns if heard_ns is None else heard_ns
+        self.memory.write("control", self._control)
+
+    def skip(self, ticks):
+        """The process does not run for so many periods."""
+        self.tick += ticks
+        self.clock.sleep_until_ns(self.start_ns + self.tick * T_NS)
 
     def chunk(self, base_tick=None, way=0.02, **changes):
         state = self.memory.read("motor")[1]
@@ -103,7 +116,7 @@ class Motor:
 
     def run(self, ticks, chunks=True):
         for k in range(ticks):
-            if chunks and k % 5 == 0 and self.memory.read("motor"):
+            if chunks and k % 5 == 0 and self.sent:
                 self.chunk()
             self.step()
 
@@ -133,7 +146,11 @@ def test_nothing_is_sent_before_the_robot_is_seen(motor):
     assert not motor.step(measured=False)
     motor.measure(np.full(8, np.nan))
     assert not motor.step(measured=False)
-    assert motor.step() and motor.state is State.HOLDING
+    assert (motor.state, motor.loop.shield.reason) == (State.HOLDING, Reason.NO_POSE)
+    record = motor.memory.read("motor")[1]
+    assert (int(record["tick"]), Rearm(int(record["rearm"]))) == (motor.tick - 1, Rearm.MEASUREMENT_NOT_FINITE)
+    assert motor.memory.ticks.drain(0)[1] == []  # no command, no entry in the log
+    assert motor.step() and motor.state is State.HOLDING and motor.loop.shield.reason is Reason.NOT_ARMED
     assert len(motor.sent) == 1 and (motor.sent[0][1] == LIMITS.ready).all() and (motor.sent[0][2] == 0).all()
 
 
@@ -254,6 +271,178 @@ def test_old_joint_states_do_not_stop_a_robot_that_follows(motor):
             motor.chunk()
         motor.step(measured=False)
     assert motor.state is State.NOMINAL
+
+
+# ------------------------------------------------------------------ the process did not run
+
+
+def logged(motor):
+    return np.frombuffer(b"".join(motor.memory.ticks.drain(0)[1]), dtype=motor.memory.dtypes["ticks"])
+
+
+@pytest.mark.parametrize("skipped, broken", [(0, False), (9, False), (10, True), (100, True)])
+def test_a_stall_is_longer_than_the_stall_time(motor, skipped, broken):
+    """10 ticks skipped: 11 periods between two commands, more than stall_ticks = 10."""
+    motor.armed().run(30)
+    motor.skip(skipped)
+    motor.step()
+    assert (motor.loop.shield.reason is Reason.MOTOR_STALLED) == broken
+    assert motor.loop.shield.stalls == int(motor.memory.read("motor")[1]["stalls"]) == broken
+
+
+def test_a_stalled_stream_holds_where_the_robot_was_measured_until_rearmed(motor):
+    motor.armed().run(50)
+    last, segment = motor.sent[-1][1], motor.loop.shield.segment
+    assert np.abs(motor.sent[-1][2]).max() > 0.02
+    motor.skip(100)
+    motor.measure(last + np.array([0.02] * 7 + [0.0]))  # its own time-out took it there
+    motor.chunk()  # a policy that went on planning changes nothing
+    motor.step(measured=False)
+    assert (motor.state, motor.loop.shield.reason) == (State.HOLDING, Reason.MOTOR_STALLED)
+    np.testing.assert_array_equal(motor.sent[-1][1], last + np.array([0.02] * 7 + [0.0]))
+    assert (motor.sent[-1][2] == 0).all() and motor.loop.shield.segment == segment + 1
+    motor.run(30)
+    assert motor.state is State.HOLDING
+    assert set(logged(motor)["segment"][-31:]) == {segment + 1}
+    motor.event("rearm")
+    motor.run(20)
+    assert motor.state is State.NOMINAL and motor.loop.shield.segment == segment + 1
+
+
+def test_a_stall_without_fresh_joint_states_holds_the_last_command(motor):
+    motor.armed().run(50)
+    last = motor.sent[-1][1]
+    motor.skip(50)
+    motor.step(measured=False)
+    assert motor.loop.shield.reason is Reason.MOTOR_STALLED and (motor.sent[-1][1] == last).all()
+
+
+def test_a_stall_while_holding_or_before_the_first_command_is_nothing(motor):
+    assert not motor.step(measured=False)
+    motor.skip(100)
+    assert motor.step() and motor.loop.shield.reason is Reason.NOT_ARMED
+    motor.skip(100)
+    motor.step()
+    assert motor.loop.shield.reason is Reason.NOT_ARMED and motor.loop.shield.segment == 1
+    assert motor.armed().loop.shield.reason is Reason.WAITING_FIRST_CHUNK
+    motor.skip(100)  # waiting at rest, but acting: the robot is on its own time-out
+    motor.step()
+    assert (motor.state, motor.loop.shield.reason) == (State.HOLDING, Reason.MOTOR_STALLED)
+
+
+def test_a_rearm_from_the_time_of_the_stall_is_not_carried_out(motor):
+    motor.armed().run(30)
+    motor.skip(50)
+    motor.event("rearm")
+    motor.run(5)
+    assert motor.state is State.HOLDING
+    motor.skip(50)
+    motor.event("rearm")
+    motor.run(5)
+    assert motor.state is State.HOLDING
+    motor.event("rearm")
+    motor.run(10)
+    assert motor.state is State.NOMINAL
+
+
+def test_a_stop_from_the_time_of_the_stall_counts(motor):
+    motor.armed().run(30)
+    motor.skip(50)
+    motor.event("estop")
+    motor.step()
+    assert (motor.state, motor.loop.shield.reason) == (State.HOLDING, Reason.ESTOP)
+
+
+def test_stopped_within_a_tick_the_old_command_is_not_sent(motor):
+    motor.armed().run(50)
+    last = motor.sent[-1][1]
+    take = motor.loop._take_chunk
+
+    def stopped_here(*arguments):
+        found = take(*arguments)
+        motor.clock.advance_ns(1_000_000_000)
+        motor.measure(last + np.array([0.03] * 7 + [0.0]))
+        return found
+
+    motor.loop._take_chunk = stopped_here
+    motor.step()
+    motor.loop._take_chunk = take
+    assert (motor.state, motor.loop.shield.reason) == (State.HOLDING, Reason.MOTOR_STALLED)
+    np.testing.assert_array_equal(motor.sent[-1][1][:7], last[:7] + 0.03)
+    assert (motor.sent[-1][2] == 0).all()
+
+
+# ------------------------------------------------------------------ emergency stop input
+
+
+def test_a_pressed_input_stops_latches_and_forbids_rearming(motor):
+    motor.armed().run(30)
+    motor.button(True)
+    motor.run(60)
+    assert (motor.state, motor.loop.shield.reason) == (State.HOLDING, Reason.ESTOP_INPUT)
+    motor.event("rearm")
+    motor.step()
+    assert motor.loop.last_rearm is Rearm.ESTOP_PRESSED
+    assert int(motor.memory.read("motor")[1]["rearm"]) == Rearm.ESTOP_PRESSED
+    motor.button(False)
+    motor.step()
+    assert motor.state is State.HOLDING
+    motor.event("rearm")
+    motor.run(10)
+    assert motor.state is State.NOMINAL
+    rows = logged(motor)
+    assert set(rows["estop_input"]) == {EstopInput.RELEASED, EstopInput.PRESSED} and rows["estop_presses"][-1] == 1
+
+
+def test_a_press_between_two_ticks_is_not_lost(motor):
+    motor.armed().run(30)
+    motor.button(True)
+    motor.button(False)
+    motor.event("rearm")
+    motor.step()
+    assert (motor.state, motor.loop.shield.reason) == (State.BRAKING, Reason.ESTOP_INPUT)
+
+
+def test_an_input_that_may_be_silent_may_be_silent(motor):
+    motor.armed()
+    motor.button(False)
+    motor.run(200)
+    assert motor.state is State.NOMINAL
+
+
+def test_a_required_input_must_be_heard(tmp_path):
+    motor = Motor(tmp_path, estop_silence_s=0.5)
+    motor.step()
+    motor.event("rearm")
+    motor.step()
+    assert motor.loop.last_rearm is Rearm.ESTOP_SILENT and motor.loop.shield.reason is Reason.NOT_ARMED
+    motor.button(False)
+    motor.event("rearm")
+    motor.run(40)
+    assert motor.state is State.NOMINAL
+    motor.button(False)
+    heard_ns = motor.now_ns
+    while motor.state is State.NOMINAL:
+        motor.run(5)
+    silent_s = (motor.now_ns - heard_ns) * 1e-9
+    assert motor.loop.shield.reason is Reason.ESTOP_SILENT and 0.5 <= silent_s <= 0.56
+    motor.memory.file.unlink()
+    motor.memory.close()
+
+
+def test_a_new_motor_process_takes_over_the_level(tmp_path):
+    memory = EdgeMemory.create("late", len(LIMITS), tmp_path)
+    control = memory.blank("control")
+    control["pressed"], control["presses"] = 1, 7
+    memory.write("control", control)
+    shield = Shield(LIMITS, T)
+    loop = MotorLoop(memory, LIMITS, ChunkGate(LIMITS, T), make_queue(EdgeConfig(), 8), shield, SteppedClock(0),
+                     lambda *_: None)
+    shield.start(LIMITS.ready)
+    loop.serve(0, 0, 0, 0)
+    assert shield.rearm(LIMITS.ready, 0.0) is Rearm.ESTOP_PRESSED
+    memory.file.unlink()
+    memory.close()
 
 
 class StopAfter:

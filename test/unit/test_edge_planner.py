@@ -8,8 +8,10 @@ import pytest
 from vla_common.wire import instruction_hash
 from vla_edge.config import load_limits
 from vla_edge.core.context_mailbox import Context, ContextMailbox, MailboxConfig
+from vla_edge.core.denoiser import DenoiserError
 from vla_edge.core.local_motion import PointToPoint, is_home_phrase, stand
 from vla_edge.core.planner import MotorView, NoChunk, Planner, PlannerConfig, Skill
+from vla_edge.core.prefix import PlanningDelay, make_prefix, soft_mask
 from vla_edge.core.shield import State
 
 T, NS, H = 0.01, 1_000_000_000, 16
@@ -22,7 +24,8 @@ MODEL = b"m" * 32
 class FakeDenoiser:
     engine = "fake"
 
-    def __init__(self):
+    def __init__(self, supports_prefix=False):
+        self.supports_prefix, self.prefixes = supports_prefix, []
         self.encoded, self.calls, self.answer = [], [], np.full((H, 8), 0.01, np.float32)
 
     def encode_context(self, now, previous):
@@ -31,6 +34,7 @@ class FakeDenoiser:
 
     def denoise(self, handle, proprio, age_s, gap_s, noise, prefix=None):
         self.calls.append((handle, proprio, age_s, gap_s, noise))
+        self.prefixes.append(prefix)
         return self.answer
 
 
@@ -39,9 +43,9 @@ def context(stamp_ns, instruction=TASK, fill=0.0):
                    np.full((4, 8), fill, np.float32))
 
 
-def motor(tick=100, stamp_ns=NOW_NS, position=None, state=State.NOMINAL, velocity=None):
+def motor(tick=100, stamp_ns=NOW_NS, position=None, state=State.NOMINAL, velocity=None, plan=None):
     return MotorView(tick, stamp_ns, LIMITS.ready if position is None else position,
-                     np.zeros(8) if velocity is None else velocity, np.zeros(8), state)
+                     np.zeros(8) if velocity is None else velocity, np.zeros(8), state, plan)
 
 
 @pytest.fixture
@@ -202,6 +206,141 @@ def test_noise_is_reproducible(denoiser):
 
     assert (noise_of(1) == noise_of(1)).all() and (noise_of(1) != noise_of(2)).any()
     assert 0.3 < noise_of(1).std() < 0.7
+
+
+# ------------------------------------------------------------------ prefix
+
+PLAN = LIMITS.ready + np.linspace(0.01, 0.12, 12)[:, None]  # what the queue holds: 12 rows
+
+
+def prefix_planner(denoiser, prefix_ticks=3):
+    planner = Planner("p", LIMITS, denoiser, ContextMailbox(MODEL, MailboxConfig((4, 8))),
+                      PlannerConfig(T, H, prefix_ticks=prefix_ticks))
+    planner.set_instruction(TASK, NOW_NS)
+    planner.offer(context(NOW_NS), NOW_NS)
+    return planner
+
+
+def test_a_prefix_for_a_model_without_one_is_refused_at_start_with_the_remedy(denoiser):
+    with pytest.raises(DenoiserError, match="ensemble.rule.*speed_ramp.*prefix inputs"):
+        prefix_planner(denoiser)
+
+
+def test_other_rules_send_no_prefix():
+    denoiser = FakeDenoiser(supports_prefix=True)
+    prefix_planner(denoiser, prefix_ticks=None).plan(motor(plan=PLAN), 0.0, NOW_NS)
+    assert denoiser.prefixes == [None]
+
+
+@pytest.mark.parametrize("plan", [None, PLAN[:0]])
+def test_nothing_is_committed_where_nothing_is_planned(plan):
+    denoiser = FakeDenoiser(supports_prefix=True)
+    chunk = prefix_planner(denoiser).plan(motor(plan=plan), 0.0, NOW_NS)
+    assert denoiser.prefixes == [None]
+    np.testing.assert_allclose(chunk.positions, LIMITS.ready + np.full((H, 8), 0.01), atol=1e-9)
+
+
+def test_committed_rows_are_frozen_and_stay_what_they_were_to_the_bit():
+    denoiser = FakeDenoiser(supports_prefix=True)
+    planner = prefix_planner(denoiser)
+    planner.plan(motor(), 0.0, NOW_NS)  # makes this instruction's plan the one in force
+    command = PLAN[0] - 0.003  # limits hold the robot behind its plan
+    chunk = planner.plan(motor(tick=101, position=command, plan=PLAN), 0.0, NOW_NS)
+    prefix = denoiser.prefixes[-1]
+    assert prefix.actions.dtype == prefix.weights.dtype == np.float32
+    assert prefix.actions.shape == (H, 8) and prefix.weights.shape == (H,)
+    np.testing.assert_allclose(prefix.actions[:12], PLAN - command, atol=1e-8)
+    assert (prefix.weights[:3] == 1.0).all() and (prefix.weights[12:] == 0.0).all()
+    assert (np.diff(prefix.weights[2:13]) < 0.0).all() and (prefix.weights[3:12] > 0.0).all()
+    assert (chunk.positions[:3] == PLAN[:3]).all()
+    np.testing.assert_allclose(chunk.positions[3:], command + np.full((H - 3, 8), 0.01), atol=1e-9)
+
+
+def test_a_prefix_is_anchored_anew_on_every_command():
+    """real-time-chunking-kinetix#4: deltas of an older chunk refer to another pose."""
+    denoiser = FakeDenoiser(supports_prefix=True)
+    planner = prefix_planner(denoiser)
+    for shift in (0.0, 0.05, -0.05):
+        planner.plan(motor(position=LIMITS.ready + shift, plan=PLAN), 0.0, NOW_NS)
+        prefix = denoiser.prefixes[-1]
+        np.testing.assert_allclose(LIMITS.ready + shift + prefix.actions[:12].astype(float), PLAN, atol=1e-8)
+
+
+def test_a_measured_delay_freezes_more_rows_until_it_is_forgotten():
+    denoiser = FakeDenoiser(supports_prefix=True)
+    planner = prefix_planner(denoiser, prefix_ticks=1)
+
+    def frozen(took_s):
+        view = motor(plan=PLAN)
+        planner.plan(view, 0.0, NOW_NS)
+        planner.finished(view, NOW_NS + round(took_s * NS))
+        return int((denoiser.prefixes[-1].weights == 1.0).sum())
+
+    assert [frozen(took_s) for took_s in (0.004, 0.047, 0.004)] == [1, 1, 5]
+    assert [frozen(0.004) for _ in range(20)][-2:] == [5, 1]
+
+
+def test_more_delay_than_plan_freezes_all_of_it():
+    denoiser = FakeDenoiser(supports_prefix=True)
+    planner = prefix_planner(denoiser)
+    planner.finished(motor(), NOW_NS + NS)
+    chunk = planner.plan(motor(plan=PLAN), 0.0, NOW_NS)
+    assert denoiser.prefixes[-1].weights.tolist() == [1.0] * 12 + [0.0] * 4
+    assert (chunk.positions[:12] == PLAN).all()
+    long = np.tile(PLAN, (4, 1))
+    chunk = planner.plan(motor(plan=long), 0.0, NOW_NS)
+    assert denoiser.prefixes[-1].weights.tolist() == [1.0] * H and (chunk.positions == long[:H]).all()
+
+
+@pytest.mark.parametrize("before", ["home", "another task", "a stand"])
+def test_the_plan_of_another_goal_is_followed_as_far_as_it_is_committed_and_does_not_guide(before):
+    denoiser = FakeDenoiser(supports_prefix=True)
+    planner = prefix_planner(denoiser)
+    other = "touch the blue cube"
+    if before == "home":
+        planner.set_instruction("go home", NOW_NS)
+        planner.plan(motor(plan=PLAN), 0.0, NOW_NS)
+    elif before == "another task":
+        planner.plan(motor(plan=PLAN), 0.0, NOW_NS)
+    planner.set_instruction(other, NOW_NS)
+    if before == "a stand":
+        planner.plan(motor(plan=PLAN), 0.0, NOW_NS)
+        assert not denoiser.prefixes
+    planner.offer(context(NOW_NS, instruction=other), NOW_NS)
+    planner.plan(motor(plan=PLAN), 0.0, NOW_NS)
+    assert denoiser.prefixes[-1].weights.tolist() == [1.0] * 3 + [0.0] * 13
+    planner.plan(motor(plan=PLAN), 0.0, NOW_NS)
+    assert denoiser.prefixes[-1].weights[3] > 0.3
+
+
+def test_the_soft_mask_is_that_of_the_paper():
+    weights = soft_mask(16, 4, 11).astype(float)
+    c = np.array([(11 - k) / 8 for k in range(4, 11)])
+    np.testing.assert_allclose(weights[4:11], c * (np.exp(c) - 1) / (np.e - 1), rtol=1e-6)
+    assert (weights[:4] == 1.0).all() and (weights[11:] == 0.0).all()
+    assert soft_mask(8, 3, 3).tolist() == [1.0] * 3 + [0.0] * 5
+    assert soft_mask(8, 5, 3).tolist() == [1.0] * 3 + [0.0] * 5
+    for frozen in range(10):
+        for planned in range(9):
+            weights = soft_mask(8, frozen, planned)
+            assert ((weights >= 0) & (weights <= 1)).all() and (np.diff(weights) <= 0).all()
+
+
+def test_a_prefix_keeps_small_steps_of_a_far_pose():
+    """float32 of the pose itself would round to 2e-7 rad, of the difference to 1e-10."""
+    position = np.full(8, 2.5)
+    plan = position + 1e-4 * np.arange(1, 5)[:, None]
+    prefix = make_prefix(plan, position, H, 2)
+    np.testing.assert_allclose(position + prefix.actions[:4].astype(float), plan, atol=1e-10)
+    assert make_prefix(plan[:0], position, H, 2) is None
+
+
+def test_the_planning_delay_counts_whole_ticks():
+    delay = PlanningDelay(T, 2)
+    assert delay.ticks == 2
+    for took_ns, ticks in ((9_999_999, 2), (10_000_000, 2), (20_000_000, 3), (-5, 3)):
+        delay.record(NOW_NS, NOW_NS + took_ns)
+        assert delay.ticks == ticks
 
 
 # ------------------------------------------------------------------ motions

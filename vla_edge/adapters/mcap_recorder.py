@@ -10,7 +10,8 @@ from mcap.writer import CompressionType, Writer
 from vla_common.messages import full_type, typestore
 
 CHUNK_BYTES: Final = 256 * 1024
-"""A killed recorder loses at most this much; ``mcap recover`` repairs the rest of its file."""
+"""A killed recorder loses at most this much, before compression, if :meth:`McapRecorder.flush` is called now and then;
+``mcap recover`` repairs the rest of its file."""
 
 
 class RecordingError(RuntimeError):
@@ -58,6 +59,30 @@ class McapRecorder:
         except OSError as error:
             raise self._error(error) from error
         self.messages += 1
+
+    def flush(self) -> None:
+        """Hand finished chunks to the operating system: the last bytes of a chunk otherwise wait for the next one, and
+        a chunk without them cannot be read.
+
+        Raises:
+            RecordingError: see :meth:`write`.
+        """
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise self._error(error) from error
+
+    def describe(self, name: str, entries: dict[str, str]) -> None:
+        """Append a metadata record, such as the settings under which the rest was recorded.
+
+        Raises:
+            RecordingError: see :meth:`write`.
+        """
+        try:
+            self._writer.add_metadata(name, entries)
+        except OSError as error:
+            raise self._error(error) from error
+        self.flush()
 
     def _schema(self, type_name: str) -> int:
         if type_name not in self._schemas:

@@ -166,7 +166,7 @@ def _stop_step_array(v: Array, a: Array, acceleration: Array, step: Array, perio
     reach = before + step
     x = speed / period
     p = np.floor((np.sqrt(1.0 + 8.0 * np.maximum(x, 0.0) / step) - 1.0) * 0.5)
-    strongest = np.where(x <= step, x, (x + 0.5 * step * p * (p + 1)) / (p + 1))
+    strongest = (x + 0.5 * step * p * (p + 1)) / (p + 1)
     capped = np.minimum(reach, acceleration)
     fades = (reach > 0.0) & (capped >= strongest)
     m = np.where(fades, np.maximum(strongest, before - step), np.where(reach > 0.0, capped, reach))

@@ -112,7 +112,14 @@ class ChunkGate:
         self._newest = None
 
     def admit(self, chunk: ActionChunk, next_tick: int, now_ns: int) -> Reject | None:
-        """Check a chunk.
+        """:meth:`check` a chunk and, if nothing is against it, :meth:`take` it; returns as ``check``."""
+        reject = self.check(chunk, next_tick, now_ns)
+        if reject is None:
+            self.take(chunk)
+        return reject
+
+    def check(self, chunk: ActionChunk, next_tick: int, now_ns: int) -> Reject | None:
+        """Judge a chunk; changes nothing.
 
         Args:
             chunk: the candidate.
@@ -120,12 +127,13 @@ class ChunkGate:
             now_ns: robot's CLOCK_MONOTONIC.
 
         Returns:
-            None if admitted, else the first reason against it.
+            None if it can be admitted, else the first reason against it.
         """
-        reject = self._check_form(chunk) or self._check_time(chunk, next_tick, now_ns)
-        if reject is None:
-            self._newest = chunk
-        return reject
+        return self._check_form(chunk) or self._check_time(chunk, next_tick, now_ns)
+
+    def take(self, chunk: ActionChunk) -> None:
+        """A checked chunk was merged, so it is the newest from now on."""
+        self._newest = chunk
 
     def _check_form(self, chunk: ActionChunk) -> Reject | None:
         positions = chunk.positions

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vla_edge.core.chunk import ActionChunk, Reject
-from vla_edge.core.ensembler import MergeRule
+from vla_edge.core.ensembler import CAPACITY, MergeRule
 
 Array = npt.NDArray[np.float64]
 
@@ -15,11 +15,12 @@ class ChunkQueue:
     """Holds what is planned for ticks ``first_tick .. last_tick``.
 
     A chunk contributes only its part from the next tick on; the newest chunk decides how far the plan reaches. Order
-    of chunks is the gate's business (:class:`vla_edge.core.chunk.ChunkGate`). Not thread-safe.
+    and repetition of chunks are the gate's business (:class:`vla_edge.core.chunk.ChunkGate`). A refused chunk changes
+    nothing. Not thread-safe.
     """
 
-    def __init__(self, joints: int, rule: MergeRule, period_s: float, capacity: int = 256) -> None:
-        """Reserve memory for ``capacity`` ticks of ``joints`` values."""
+    def __init__(self, joints: int, rule: MergeRule, period_s: float, capacity: int = CAPACITY) -> None:
+        """Reserve memory for ``capacity`` ticks of ``joints`` values; ``rule`` belongs to this queue alone."""
         self._buffers = [np.zeros((capacity, joints)), np.zeros((capacity, joints))]
         self._active = 0
         self._rule = rule
@@ -34,7 +35,8 @@ class ChunkQueue:
         return self.last_tick < self.first_tick
 
     def clear(self) -> None:
-        """Forget the plan."""
+        """Forget the plan and, with it, what the rule remembers."""
+        self._rule.reset()
         self.first_tick, self.last_tick = 0, -1
 
     def covers(self, tick: int) -> bool:
@@ -51,7 +53,8 @@ class ChunkQueue:
                 from that unchanged command lost nothing by coming late, so it starts with its first step now.
 
         Returns:
-            None, or why the chunk was refused: all of it is past, or it would leave a gap after the present plan.
+            None, or why the chunk was refused: ALL_PAST; GAP: it would leave one after the present plan, or it reaches
+            further ahead than the queue's memory.
         """
         first = chunk.first_tick
         if not self.covers(next_tick) and still_since_tick is not None and still_since_tick <= chunk.base_tick:
@@ -69,15 +72,15 @@ class ChunkQueue:
     def _merge(self, new: Array, start: int, last: int, next_tick: int) -> None:
         source, target = self._buffers[self._active], self._buffers[1 - self._active]
         # One past row is kept: the velocity at the last planned tick is a backward difference.
-        first = max(self.first_tick, next_tick - 1) if self.covers(next_tick) else start
+        planned = self.covers(next_tick)
+        first = max(self.first_tick, next_tick - 1) if planned else start
         kept = start - first
         if kept:
             target[:kept] = source[first - self.first_tick:start - self.first_tick]
-        overlap = max(0, min(self.last_tick, last) - start + 1)
-        if overlap:
-            offset = start - self.first_tick
-            self._rule.merge(source[offset:offset + overlap], new[:overlap], target[kept:kept + overlap])
-        target[kept + overlap:last - first + 1] = new[overlap:]
+        overlap = max(0, min(self.last_tick, last) - start + 1) if planned else 0
+        offset = start - self.first_tick
+        old = source[offset:offset + overlap] if overlap else source[:0]
+        self._rule.merge(start, old, new, target[kept:last - first + 1])
         self._active = 1 - self._active
         self.first_tick, self.last_tick = first, last
 
@@ -104,3 +107,20 @@ class ChunkQueue:
             velocity[:] = 0.0
         velocity *= self._inverse_period
         return True
+
+    def ahead(self, tick: int, out: Array) -> int:
+        """Copy the plan from a tick on.
+
+        Args:
+            tick: motor tick of row 0 of ``out``.
+            out: float64[m, n]; as many rows are overwritten as are planned and fit.
+
+        Returns:
+            Number of rows written; 0 if the plan does not cover the tick.
+        """
+        if not self.covers(tick):
+            return 0
+        at = tick - self.first_tick
+        count = min(len(out), self.last_tick - tick + 1)
+        out[:count] = self._buffers[self._active][at:at + count]
+        return count

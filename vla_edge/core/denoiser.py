@@ -21,7 +21,8 @@ class Prefix:
 
     Attributes:
         actions: float32[H, n] deltas to the commanded pose, rad (closure); rows without weight are not looked at.
-        weights: float32[H] in 0 .. 1: 1 freezes a row, 0 leaves it free, between them it is guided.
+        weights: float32[H] in 0 .. 1, not rising with the row: 1 freezes a row, 0 leaves it free, between them it is
+            guided.
     """
 
     actions: FloatArray

@@ -12,7 +12,7 @@ from vla_edge.core.chunk import REJECTS, ChunkGate, Reject
 from vla_edge.core.chunk_queue import ChunkQueue
 from vla_edge.core.joint_limits import JointLimits
 from vla_edge.core.records import ChunkReader, EdgeMemory
-from vla_edge.core.shield import Rearm, Shield, State
+from vla_edge.core.shield import EstopInput, Rearm, Shield, State
 
 Array = npt.NDArray[np.float64]
 
@@ -25,13 +25,24 @@ class MotorLoop:
 
     Nothing is sent before the first usable measured pose: there is no pose yet that would be safe to send.
 
+    If the process did not run for longer than the robot waits for commands (``Shield.stall_ns``, on the monotonic
+    clock), the stream is broken off before anything more is sent.
+
     Attributes:
         shield: state machine and last command.
+        last_rearm: answer to the last re-arm.
     """
 
     def __init__(self, memory: EdgeMemory, limits: JointLimits, gate: ChunkGate, queue: ChunkQueue, shield: Shield,
-                 clock: Clock, send: Send, scheduling: str = "ordinary", pid: int = 0) -> None:
-        """Wire the parts; ``scheduling`` and ``pid`` are only reported."""
+                 clock: Clock, send: Send, scheduling: str = "ordinary", pid: int = 0,
+                 estop_silence_s: float | None = None) -> None:
+        """Wire the parts.
+
+        Args:
+            memory, limits, gate, queue, shield, clock, send: see their types.
+            scheduling, pid: only reported.
+            estop_silence_s: an emergency stop input not heard for this long counts as pressed; None: it may be silent.
+        """
         self._memory = memory
         self._clock = clock
         self._send = send
@@ -41,8 +52,12 @@ class MotorLoop:
         self._measured = np.zeros(len(limits))
         self._measured_stamp_ns: int | None = None
         self._seen = {"joints": 0, "control": 0, "chunk": memory.rings["chunk"].hint()}
+        self._estop_silence_ns = None if estop_silence_s is None else round(estop_silence_s * 1e9)
         found = memory.read("control")
-        self._rearms, self._estops = (int(found[1]["rearm"]), int(found[1]["estop"])) if found else (0, 0)
+        control = found[1] if found else memory.blank("control")
+        self._rearms, self._estops, self._presses = (int(control[name]) for name in ("rearm", "estop", "presses"))
+        self._pressed, self._heard_ns = bool(control["pressed"]), int(control["heard_ns"])
+        self._woke_ns: int | None = None
         self._motor, self._tick = memory.blank("motor"), memory.blank("ticks")
         self._motor["scheduling"], self._motor["pid"] = scheduling.encode(), pid
         self.last_rearm = Rearm.ACCEPTED
@@ -59,19 +74,33 @@ class MotorLoop:
         """
         self._read_joints()
         if not self.shield.started and not self._start(woke_ns):
+            self._report(tick, deadline_ns, woke_ns, missed)
             return False
-        self._obey(tick, woke_ns)
+        before_ns, self._woke_ns = self._woke_ns, woke_ns
+        is_stalled = before_ns is not None and self._break_off(woke_ns - before_ns, woke_ns)
+        self._obey(tick, woke_ns, is_stalled)
         offered, verdict = self._take_chunk(tick, woke_ns)
         newest = self._gate.newest
         if newest is not None and self._queue.sample(tick, self._desired, self._desired_velocity):
             self.shield.step(self._desired, self._desired_velocity, tick - 1 - newest.base_tick)
         else:
             self.shield.step(None)
+        now_ns = self._clock.monotonic_ns()
+        self._break_off(now_ns - woke_ns, now_ns)  # stopped within this tick: its command is of another time
         self._send(deadline_ns, self.shield.position, self.shield.velocity)
         log = self._tick
         log["offered_sequence"], log["offered_verdict"] = offered, verdict
         log["chunk_sequence"] = 0 if newest is None else newest.sequence
         self._report(tick, deadline_ns, woke_ns, missed)
+        self._log(tick, deadline_ns, woke_ns, missed)
+        return True
+
+    def _break_off(self, silence_ns: int, now_ns: int) -> bool:
+        """Tell the shield if nothing was sent for too long; returns whether that was so."""
+        if silence_ns <= self.shield.stall_ns:
+            return False
+        self._read_joints()
+        self.shield.stall(self._measured_or_none(), self._age_s(now_ns))
         return True
 
     def _read_joints(self) -> None:
@@ -81,6 +110,9 @@ class MotorLoop:
             self._measured[:] = record["position"]
             self._measured_stamp_ns = int(record["stamp_ns"])
 
+    def _measured_or_none(self) -> Array | None:
+        return None if self._measured_stamp_ns is None else self._measured
+
     def _age_s(self, now_ns: int) -> float:
         return float("inf") if self._measured_stamp_ns is None else (now_ns - self._measured_stamp_ns) * 1e-9
 
@@ -89,22 +121,36 @@ class MotorLoop:
             return False
         return self.shield.start(self._measured) is Rearm.ACCEPTED
 
-    def _obey(self, tick: int, now_ns: int) -> None:
-        """Operator's commands. They come as counts, so one that falls between two ticks is not lost; of both, stop."""
+    def _obey(self, tick: int, now_ns: int, is_stalled: bool) -> None:
+        """Operator's commands and the emergency stop input. They come as counts, so one that falls between two ticks is
+        not lost; of all, stop. A re-arm from a time when this process did not run is not carried out: it was meant for
+        what the operator saw then."""
+        rearms, estops, presses = self._rearms, self._estops, self._presses
         found = self._memory.read("control", self._seen["control"])
-        if found is None:
-            return
-        self._seen["control"], record = found
-        rearms, estops = int(record["rearm"]), int(record["estop"])
+        if found is not None:
+            self._seen["control"], record = found
+            rearms, estops, presses = int(record["rearm"]), int(record["estop"]), int(record["presses"])
+            self._pressed, self._heard_ns = bool(record["pressed"]), int(record["heard_ns"])
         if estops != self._estops:
             self.shield.estop()
-        elif rearms != self._rearms:
-            measured = None if self._measured_stamp_ns is None else self._measured
-            self.last_rearm = self.shield.rearm(measured, self._age_s(now_ns))
+        if presses != self._presses:
+            self.shield.estop_input(EstopInput.PRESSED)
+        self.shield.estop_input(self._estop_level(now_ns))
+        is_stop = estops != self._estops or presses != self._presses
+        if rearms != self._rearms and not is_stop and not is_stalled:
+            self.last_rearm = self.shield.rearm(self._measured_or_none(), self._age_s(now_ns))
             if self.last_rearm is Rearm.ACCEPTED:
                 self._queue.clear()
                 self._gate.restart(tick)
-        self._rearms, self._estops = rearms, estops
+        self._rearms, self._estops, self._presses = rearms, estops, presses
+
+    def _estop_level(self, now_ns: int) -> EstopInput:
+        if self._pressed:
+            return EstopInput.PRESSED
+        if self._estop_silence_ns is not None and (
+                self._heard_ns == 0 or now_ns - self._heard_ns > self._estop_silence_ns):
+            return EstopInput.SILENT
+        return EstopInput.RELEASED
 
     def _take_chunk(self, tick: int, now_ns: int) -> tuple[int, int]:
         """Merge a new chunk; returns its sequence number (0: there was none) and what became of it."""
@@ -116,8 +162,10 @@ class MotorLoop:
             return int(record["sequence"]), OFFER_NOT_LOOKED_AT
         chunk = self._reader.chunk(record)
         rest = self.shield.rest_ticks
-        reject = self._gate.admit(chunk, tick, now_ns) or self._queue.insert(chunk, tick, tick - rest if rest else None)
+        # The gate takes only what the queue took too: a chunk refused for the gap it would leave must not age the plan.
+        reject = self._gate.check(chunk, tick, now_ns) or self._queue.insert(chunk, tick, tick - rest if rest else None)
         if reject is None:
+            self._gate.take(chunk)
             self._motor["accepted"] += 1
             return chunk.sequence, OFFER_ACCEPTED
         index = _REJECT_INDEX[reject]
@@ -125,19 +173,26 @@ class MotorLoop:
         return chunk.sequence, OFFER_REFUSED + index
 
     def _report(self, tick: int, deadline_ns: int, woke_ns: int, missed: int) -> None:
-        shield, motor, log = self.shield, self._motor, self._tick
+        """The newest state, for the other processes; from before the first command on."""
+        shield, motor = self.shield, self._motor
         motor["tick"], motor["stamp_ns"], motor["missed"] = tick, deadline_ns, missed
         motor["position"], motor["velocity"] = shield.position, shield.velocity
         motor["acceleration"] = shield.acceleration
         motor["state"], motor["reason"], motor["segment"] = shield.state, shield.reason, shield.segment
-        motor["limited"], motor["stops"] = shield.limit_interventions, shield.stops
-        measured = None if self._measured_stamp_ns is None else self._measured
-        motor["rearm"] = shield.rearm_verdict(measured, self._age_s(woke_ns))
+        motor["limited"], motor["stops"], motor["stalls"] = shield.limit_interventions, shield.stops, shield.stalls
+        motor["rearm"] = shield.rearm_verdict(self._measured_or_none(), self._age_s(woke_ns))
+        acting = shield.state is State.NOMINAL or shield.state is State.COASTING
+        motor["plan_rows"] = self._queue.ahead(tick + 1, motor["plan"]) if acting else 0
         self._memory.write("motor", motor)
+
+    def _log(self, tick: int, deadline_ns: int, woke_ns: int, missed: int) -> None:
+        """What this tick saw and did, every tick once."""
+        shield, log = self.shield, self._tick
         log["tick"], log["stamp_ns"], log["lateness_ns"] = tick, deadline_ns, woke_ns - deadline_ns
         log["state"], log["reason"], log["segment"] = shield.state, shield.reason, shield.segment
         log["measured_stamp_ns"] = self._measured_stamp_ns or 0
         log["rearms"], log["estops"], log["missed"] = self._rearms, self._estops, missed
+        log["estop_presses"], log["estop_input"] = self._presses, shield.estop_level
         log["position"], log["velocity"] = shield.position, shield.velocity
         log["work_ns"] = self._clock.monotonic_ns() - woke_ns
         self._memory.ticks.append(log.tobytes())

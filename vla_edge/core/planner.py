@@ -17,9 +17,10 @@ import numpy.typing as npt
 from vla_common.wire import instruction_hash, normalise_instruction
 from vla_edge.core.chunk import ActionChunk
 from vla_edge.core.context_mailbox import Context, ContextMailbox, ContextPair, ContextReject
-from vla_edge.core.denoiser import Denoiser
+from vla_edge.core.denoiser import Denoiser, DenoiserError, Prefix
 from vla_edge.core.joint_limits import JointLimits
 from vla_edge.core.local_motion import HOME_PHRASES, PointToPoint, is_home_phrase, stand
+from vla_edge.core.prefix import PlanningDelay, make_prefix
 from vla_edge.core.shield import State
 
 Array = npt.NDArray[np.float64]
@@ -41,13 +42,17 @@ class NoChunk(str, Enum):
 
     NO_INSTRUCTION = "no_instruction"
     NO_CONTEXT = "no_fresh_context"
+    SHAPE = "denoiser_shape"
     NOT_FINITE = "denoiser_not_finite"
     NO_MEASUREMENT = "no_fresh_joint_state"
 
 
 @dataclass(frozen=True)
 class MotorView:
-    """The newest command: tick, its instant (robot's CLOCK_MONOTONIC), float64[n] position, velocity, acceleration."""
+    """The newest command: tick, its instant (robot's CLOCK_MONOTONIC), float64[n] position, velocity, acceleration.
+
+    ``plan``, float64[m, n]: what the queue holds for the ticks after it; None or no rows: nothing.
+    """
 
     tick: int
     stamp_ns: int
@@ -55,6 +60,7 @@ class MotorView:
     velocity: Array
     acceleration: Array
     state: State
+    plan: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class PlannerConfig:
         home_limit_share: fraction of the limits used on the way to the ready pose.
         noise_scale: of the denoiser's start; 0 makes it deterministic by construction.
         noise_seed: of the noise otherwise.
+        prefix_ticks: the policy's chunks agree with the plan in force, of which at least so many rows are frozen; None:
+            they do not know it.
     """
 
     period_s: float
@@ -78,6 +86,7 @@ class PlannerConfig:
     home_limit_share: float = 0.5
     noise_scale: float = 0.0
     noise_seed: int = 0
+    prefix_ticks: int | None = None
 
 
 class Planner:
@@ -91,7 +100,14 @@ class Planner:
 
     def __init__(self, session: str, limits: JointLimits, denoiser: Denoiser, mailbox: ContextMailbox,
                  config: PlannerConfig) -> None:
-        """``session`` tells chunks of this process from those of one before it."""
+        """``session`` tells chunks of this process from those of one before it.
+
+        Raises:
+            DenoiserError: a prefix is asked for and the model takes none.
+        """
+        if config.prefix_ticks is not None and not denoiser.supports_prefix:
+            raise DenoiserError("ensemble.rule is 'prefix' but this model's denoiser takes none: set another "
+                                "ensemble.rule (speed_ramp), or use a model exported with prefix inputs")
         self._session = session
         self._limits = limits
         self._denoiser = denoiser
@@ -106,6 +122,8 @@ class Planner:
         self._handle: Any = None
         self._handle_of: tuple[int, int] | None = None
         self._sequence = 0
+        self._delay = PlanningDelay(config.period_s, config.prefix_ticks or 1)
+        self._pursued: str | None = None
         self.skill = Skill.NONE
         self.pair: ContextPair | None = None
         self.why_not: NoChunk | None = None
@@ -164,6 +182,10 @@ class Planner:
             return self._no_chunk(NoChunk.NO_MEASUREMENT)
         return self._follow_policy(motor, measured_closure, now_ns)
 
+    def finished(self, motor: MotorView, now_ns: int) -> None:
+        """The chunk planned from ``motor`` was handed to the motor process at ``now_ns``: tells how long that takes."""
+        self._delay.record(motor.stamp_ns, now_ns)
+
     def _follow_policy(self, motor: MotorView, measured_closure: float, now_ns: int) -> ActionChunk | None:
         config = self._config
         pair = self._mailbox.pair(now_ns)
@@ -183,10 +205,25 @@ class Planner:
         if config.noise_scale > 0.0:
             noise[:] = config.noise_scale * self._noise.standard_normal(noise.shape)
         age_s = (motor.stamp_ns - pair.now.stamp_ns) * 1e-9
-        deltas = self._denoiser.denoise(self._handle, proprio, age_s, pair.gap_s, noise)
+        frozen, prefix = self._committed(motor)
+        deltas = self._denoiser.denoise(self._handle, proprio, age_s, pair.gap_s, noise, prefix)
+        if deltas.shape != noise.shape:  # numpy would spread one column over all joints
+            return self._no_chunk(NoChunk.SHAPE)
         if not np.isfinite(deltas).all():
             return self._no_chunk(NoChunk.NOT_FINITE)
-        return self._chunk(motor, motor.position + deltas.astype(np.float64), pair.now.stamp_ns)
+        rows = motor.position + deltas.astype(np.float64)
+        rows[:len(frozen)] = frozen
+        return self._chunk(motor, rows, pair.now.stamp_ns, pursued=self._instruction)
+
+    def _committed(self, motor: MotorView) -> tuple[Array, Prefix | None]:
+        """Rows of the plan that are executed whatever the new chunk says, and the prefix made of plan and delay."""
+        config = self._config
+        if config.prefix_ticks is None or motor.plan is None or not len(motor.plan):
+            return np.zeros((0, len(motor.position))), None
+        ticks = min(self._delay.ticks, len(motor.plan), config.horizon)
+        # Beyond what is committed, a plan that pursued another goal must not guide this one.
+        guided = self._pursued == self._instruction
+        return motor.plan[:ticks], make_prefix(motor.plan, motor.position, config.horizon, ticks, guided)
 
     def _way_home(self, motor: MotorView) -> Array:
         config = self._config
@@ -200,8 +237,9 @@ class Planner:
             self._home_tick = motor.tick
         return self._home.at((ticks - self._home_tick) * config.period_s)
 
-    def _chunk(self, motor: MotorView, rows: Array, stamp_ns: int) -> ActionChunk:
+    def _chunk(self, motor: MotorView, rows: Array, stamp_ns: int, pursued: str | None = None) -> ActionChunk:
         self._sequence += 1
+        self._pursued = pursued
         return ActionChunk(self._session, self._sequence, motor.tick, stamp_ns, self._config.period_s,
                            self._limits.names, rows)
 

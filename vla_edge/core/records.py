@@ -6,7 +6,7 @@
 | motor | motor → policy, io | newest only |
 | joints | io → motor, policy | newest only |
 | control | io → motor | newest only; counts, so that no event is lost |
-| policy, io | each → the others | newest only; heartbeat of the loop itself |
+| policy, io, recorder | each → the others | newest only; heartbeat of the loop itself |
 | ticks | motor → io | every record |
 
 Layouts are fixed (little-endian numpy structures); the file's first bytes hold their digest, so two releases never
@@ -16,6 +16,7 @@ misread each other.
 from __future__ import annotations
 
 import hashlib
+import mmap
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,18 +45,30 @@ def _dtypes(joints: int) -> dict[str, np.dtype[Any]]:
             ("tick", "<i8"), ("stamp_ns", "<i8"), ("position", *vector), ("velocity", *vector),
             ("acceleration", *vector), ("state", "u1"), ("reason", "u1"), ("rearm", "u1"),
             ("segment", "<u4"), ("missed", "<u8"), ("limited", "<u8"), ("accepted", "<u8"),
-            ("rejects", "<u4", (len(REJECTS),)), ("stops", "<u4"), ("scheduling", "S96"), ("pid", "<u4")]),
+            ("rejects", "<u4", (len(REJECTS),)), ("stops", "<u4"), ("stalls", "<u4"),
+            ("scheduling", "S96"), ("pid", "<u4"),
+            # What the queue holds from tick + 1 on: plan_rows rows, the others mean nothing.
+            ("plan_rows", "<u4"), ("plan", "<f8", (MAX_HORIZON, joints))]),
         "joints": np.dtype([
             ("sequence", "<u8"), ("stamp_ns", "<i8"), ("position", *vector), ("velocity", *vector)]),
-        "control": np.dtype([("rearm", "<u8"), ("estop", "<u8")]),
-        "policy": np.dtype([("loops", "<u8"), ("stamp_ns", "<i8"), ("pid", "<u4"), ("ready", "u1")]),
+        # Operator's commands and presses of the emergency stop input are counted. pressed: the input's level; heard_ns:
+        # when it was last heard (CLOCK_MONOTONIC, 0: never).
+        "control": np.dtype([
+            ("rearm", "<u8"), ("estop", "<u8"), ("presses", "<u8"), ("pressed", "u1"), ("heard_ns", "<i8")]),
+        # context_ns: stamp of the newest context taken, 0: none. refused: name and count of refusals since then, and
+        # when the last one was. skill, why_not: of the planner, see vla_edge.core.health.
+        "policy": np.dtype([
+            ("loops", "<u8"), ("stamp_ns", "<i8"), ("pid", "<u4"), ("ready", "u1"), ("skill", "u1"), ("why_not", "S32"),
+            ("context_ns", "<i8"), ("refused", "S32"), ("refused_count", "<u4"), ("refused_ns", "<i8")]),
         "io": np.dtype([
             ("loops", "<u8"), ("stamp_ns", "<i8"), ("pid", "<u4"), ("session", "S16"), ("tick_cursor", "<u8")]),
+        "recorder": np.dtype([("loops", "<u8"), ("stamp_ns", "<i8"), ("pid", "<u4")]),
         "ticks": np.dtype([
             ("tick", "<i8"), ("stamp_ns", "<i8"), ("lateness_ns", "<i8"), ("work_ns", "<i8"), ("state", "u1"),
             ("reason", "u1"), ("segment", "<u4"), ("chunk_sequence", "<u8"), ("offered_sequence", "<u8"),
             ("offered_verdict", "u1"), ("measured_stamp_ns", "<i8"), ("rearms", "<u8"), ("estops", "<u8"),
-            ("missed", "<u8"), ("position", *vector), ("velocity", *vector)]),
+            ("estop_presses", "<u8"), ("estop_input", "u1"), ("missed", "<u8"), ("position", *vector),
+            ("velocity", *vector)]),
     }
 
 
@@ -102,6 +115,11 @@ class EdgeMemory:
         file = SharedMemoryFile.create(label, cls._size(joints), folder)
         file.buffer[:32] = cls._digest(joints)
         return cls(file, joints)
+
+    @classmethod
+    def private(cls, joints: int) -> EdgeMemory:
+        """Memory of this process alone, for replays and tests: no file, gone with its last reference."""
+        return cls(SharedMemoryFile(Path(), mmap.mmap(-1, cls._size(joints))), joints)
 
     @classmethod
     def open(cls, path: Path, joints: int) -> EdgeMemory:
@@ -175,11 +193,16 @@ class ChunkReader:
         self._packed = pack_names(names).tobytes()
 
     def chunk(self, record: Record) -> ActionChunk:
-        """The chunk as the writer meant it, right or wrong; the gate judges it."""
+        """The chunk as the writer meant it, right or wrong; the gate judges it.
+
+        A number of steps or joints that the record cannot hold becomes 0, which is as wrong.
+        """
         packed = record["names"].tobytes()
         names = self._names if packed == self._packed else tuple(
             bytes(name).decode(errors="replace") for name in record["names"])
-        horizon = min(int(record["horizon"]), MAX_HORIZON)
+        horizon, width = int(record["horizon"]), int(record["width"])
+        positions = record["positions"][:horizon if horizon <= MAX_HORIZON else 0,
+                                        :width if width <= len(self._names) else 0]
         return ActionChunk(record["session"].item().decode(errors="replace"), int(record["sequence"]),
                            int(record["base_tick"]), int(record["observation_stamp_ns"]), float(record["period_s"]),
-                           names, record["positions"][:horizon])
+                           names, positions)

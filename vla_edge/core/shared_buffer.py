@@ -211,7 +211,6 @@ class LogRing:
         """A log of fixed-size records at ``offset``; see :meth:`size`."""
         self._buffer = buffer
         self._offset = offset
-        self._record_bytes = record_bytes
         self._capacity = capacity
         self._stride = _SLOT_HEADER.size + record_bytes
 

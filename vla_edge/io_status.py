@@ -1,0 +1,136 @@
+"""What the io process tells of the motor process: its ticks, and ten to twenty times a second its state in words."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import numpy as np
+
+from vla_common.messages import new
+from vla_common.metrics import Counters, Histogram
+from vla_common.wire import encode, make_header
+from vla_common.zenoh_session import Bus
+from vla_edge.child import Child
+from vla_edge.core.health import (
+    NOT_STARTED,
+    NOT_TICKING,
+    RUN_OUT,
+    ChunkRefusals,
+    PolicyHealth,
+    Tick,
+    TickWatch,
+    culprit,
+    operator_text,
+)
+from vla_edge.core.records import Record
+from vla_edge.core.shield import Rearm, Reason, State
+
+LOG = logging.getLogger(__name__)
+
+NS: Final = 1_000_000_000
+TICK_FIELDS: Final = ("lateness_ns", "work_ns", "missed", "state", "reason", "segment", "chunk_sequence",
+                      "offered_sequence", "offered_verdict", "measured_stamp_ns", "rearms", "estops",
+                      "estop_presses", "estop_input")
+
+
+class StatusOut:
+    """Publishes MotorTicks and ShieldStatus from the shared memory.
+
+    Attributes:
+        cursor: next tick of the log to publish.
+    """
+
+    def __init__(self, child: Child, bus: Bus, rejects: Counters, cursor: int) -> None:
+        """``rejects`` counts ticks that were overwritten before they were published."""
+        robot = child.config.robot_id
+        self._memory, self._names, self._rejects = child.memory, list(child.limits.names), rejects
+        self._status_out, self._ticks_out = bus.publisher("shield_status", robot), bus.publisher("motor_ticks", robot)
+        self._rules = child.config.supervisor
+        self._began_ns = child.clock.monotonic_ns()
+        self._watch = TickWatch(self._rules.motor_hang_s, self._began_ns)
+        self._refusals = ChunkRefusals()
+        self._cause, self._cause_of = "", Reason.FOLLOWING
+        self._lateness_s = Histogram(3000)
+        self._logged: tuple[object, ...] = ()
+        self.cursor = cursor
+
+    def publish_ticks(self, now_ns: int) -> None:
+        """Every tick since the last call, each once."""
+        self.cursor, records, lost = self._memory.ticks.drain(self.cursor, 1024)
+        if lost:
+            self._rejects.add("motor_ticks_lost", lost)
+        if not records:
+            return
+        ticks: Record = np.frombuffer(b"".join(records), dtype=self._memory.dtypes["ticks"])
+        for lateness_ns in ticks["lateness_ns"]:
+            self._lateness_s.record(float(lateness_ns) / NS)
+        self._ticks_out.put(encode(new(
+            "MotorTicks", header=make_header(now_ns), joints=len(self._names), tick=ticks["tick"],
+            command=ticks["position"], **{name: ticks[name] for name in TICK_FIELDS})))
+
+    def publish_status(self, now_ns: int, joints_age_s: float | None) -> None:
+        """State and reason, whatever the motor process does or does not do.
+
+        Args:
+            now_ns: robot's CLOCK_MONOTONIC.
+            joints_age_s: of the newest joint state, None if none was received.
+        """
+        found = self._memory.read("motor")
+        self._watch.look(None if found is None else found[0], now_ns)
+        if found is None:
+            self._publish_not_started(now_ns)
+            return
+        motor = found[1]
+        state, reason, verdict = State(int(motor["state"])), Reason(int(motor["reason"])), Rearm(int(motor["rearm"]))
+        policy = self._policy(now_ns)
+        can_plan = policy is not None and policy.can_plan
+        cause = self._find_cause(reason, motor, joints_age_s, policy, now_ns)
+        text = operator_text(state, reason, verdict, can_plan, cause)
+        hangs = self._watch.state is Tick.HANGS and reason is not Reason.SHUTDOWN
+        if hangs:
+            text, verdict = f"{NOT_TICKING} ({self._watch.silent_s:.1f} s)", Rearm.NOT_HOLDING
+        is_sending = reason is not Reason.NO_POSE
+        late = self._lateness_s.summary()
+        self._status_out.put(encode(new(
+            "ShieldStatus", header=make_header(now_ns), state=int(state), reason=text, tick=int(motor["tick"]),
+            rearm_ready=verdict is Rearm.ACCEPTED and can_plan, joint_names=self._names if is_sending else [],
+            position=np.array(motor["position"]) if is_sending else [],
+            velocity=np.array(motor["velocity"]) if is_sending else [],
+            limit_interventions=int(motor["limited"]), missed_ticks=int(motor["missed"]),
+            lateness_p50_s=late.p50, lateness_p99_s=late.p99, lateness_max_s=late.maximum if late.count else 0.0,
+            chunks_accepted=int(motor["accepted"]), chunks_rejected=int(motor["rejects"].sum()),
+            scheduling=motor["scheduling"].item().decode())))
+        # Leaves out the flicker between NOMINAL and COASTING; tells a cause once, when it is first found.
+        acts = reason in (Reason.FOLLOWING, Reason.CHUNK_OLD)
+        key = ("acts", hangs) if acts else (state, reason, hangs, bool(self._cause))
+        self._log(key, logging.ERROR if hangs else logging.INFO, f"shield {state.name}: {text}")
+
+    def _publish_not_started(self, now_ns: int) -> None:
+        silent_s = self._watch.silent_s
+        self._status_out.put(encode(new(
+            "ShieldStatus", header=make_header(now_ns), state=int(State.HOLDING), tick=-1,
+            reason=f"{NOT_STARTED} ({silent_s:.1f} s)")))
+        if silent_s > self._rules.motor_start_s:
+            self._log(("not started",), logging.ERROR, NOT_STARTED)
+
+    def _policy(self, now_ns: int) -> PolicyHealth | None:
+        found = self._memory.read("policy")
+        return None if found is None else PolicyHealth.of(found[1], now_ns)
+
+    def _find_cause(self, reason: Reason, motor: Record, joints_age_s: float | None, policy: PolicyHealth | None,
+                    now_ns: int) -> str:
+        """What is wrong now; after chunks ran out also what was found wrong then, once it is no more."""
+        refused = self._refusals.look(int(motor["accepted"]), motor["rejects"].tolist(), now_ns)
+        now = culprit(joints_age_s, policy, refused)
+        if reason not in RUN_OUT or reason is not self._cause_of:
+            self._cause = ""
+        self._cause_of = reason
+        if reason in RUN_OUT and now:
+            self._cause = now
+        return now or self._cause
+
+    def _log(self, key: tuple[object, ...], level: int, text: str) -> None:
+        if key != self._logged:
+            self._logged = key
+            LOG.log(level, "%s", text)
