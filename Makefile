@@ -13,7 +13,7 @@ EPISODES ?=
 ARGS     ?=
 TESTS    ?= test
 
-.PHONY: demo test check bench slow lint setup setup-dev clean help
+.PHONY: demo test check bench faults slow coverage mutation lint setup setup-dev clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -35,8 +35,22 @@ check: lint test
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow --timeout 3600 $(TESTS)
 
+# Line coverage of vla_edge/core; every line of the safety files ([tool.mutmut] in pyproject.toml) must be reached.
+coverage: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -q --cov=vla_edge.core --cov-report=term-missing:skip-covered test/safety \
+	  test/unit/test_edge_*.py test/property/test_edge_*.py test/conformance/test_edge_*.py
+	$(BIN)/python -m coverage report --show-missing --fail-under=100 --include="$$($(BIN)/python test/mutation/run.py --files)"
+
+# How many small changes of the safety files the tests notice: a table, and an error below 95 % (half an hour).
+mutation: $(VENV)/.ready-dev
+	$(BIN)/python test/mutation/run.py $(ARGS)
+
 bench: $(VENV)/.ready-dev
 	@for bench in benchmarks/*.py; do [ -e "$$bench" ] || continue; echo "== $$bench"; $(BIN)/python "$$bench" || exit 1; done
+
+# Every kind of fault at every part around the motor process, on real processes: some minutes, a table at the end.
+faults: $(VENV)/.ready-dev
+	$(BIN)/python benchmarks/fault_matrix.py $(ARGS)
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
