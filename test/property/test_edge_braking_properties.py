@@ -64,14 +64,6 @@ def test_ten_thousand_stops():
         check_stop(v, a, acceleration, jerk)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(10))
-def test_a_million_stops(block):
-    for seed in range(50):
-        v, a, acceleration, jerk, _ = random_states(2_000, 1000 + 50 * block + seed)
-        check_stop(v, a, acceleration, jerk)
-
-
 def check_closed_form(v, a, acceleration, jerk):
     q, speed, accel = stop_trajectory(v, a, acceleration, jerk, T, TICKS)
     for i in range(v.size):

@@ -113,14 +113,14 @@ def test_a_reader_never_sees_a_torn_record_even_when_the_writer_is_killed(file):
     try:
         assert child.stdout.readline()
         ring, last, reads = SlotRing(file.buffer, 0, 4096), 0, 0
-        end_ns = clock.monotonic_ns() + 1_500_000_000
-        while clock.monotonic_ns() < end_ns:
+        end_ns, at_most_ns = (clock.monotonic_ns() + s * 1_000_000_000 for s in (1, 60))
+        while clock.monotonic_ns() < end_ns or reads <= 100:  # on a busy machine the writer comes to it later
+            assert clock.monotonic_ns() < at_most_ns, f"only {reads} records within a minute"
             found = ring.read(last)
             if found is not None:
                 sequence, payload = found
                 assert sequence > last and payload == bytes([sequence % 251]) * 4096
                 last, reads = sequence, reads + 1
-        assert reads > 100
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()

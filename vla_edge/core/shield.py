@@ -197,7 +197,6 @@ class Shield:
         self.stalls += 1
         self.rest_ticks = -1  # the step that follows within this tick counts it
         self._publish()
-        self._wait_left = 0
         self.state = State.HOLDING
         if self.reason not in _KEPT_REASONS:
             self.reason = Reason.MOTOR_STALLED
@@ -261,7 +260,6 @@ class Shield:
 
     def _stop(self, reason: Reason) -> None:
         self.reason = Reason.SHUTDOWN if self._closing else reason
-        self._wait_left = 0
         if self.state is not State.HOLDING:
             self.stops += self.state is not State.BRAKING
             self.state = State.BRAKING
