@@ -154,7 +154,8 @@ def stop_trajectory(v: Array, a: Array, acceleration: Array, jerk: Array, period
 
 
 def _fade_speed_array(m: Array, step: Array, period: float) -> Array:
-    p = np.floor(np.maximum(m, 0.0) / step)
+    """fade_speed for m >= 0."""
+    p = np.floor(m / step)
     return np.asarray(period * ((p + 1) * m - 0.5 * step * p * (p + 1)))
 
 
@@ -169,6 +170,6 @@ def _stop_step_array(v: Array, a: Array, acceleration: Array, step: Array, perio
     strongest = (x + 0.5 * step * p * (p + 1)) / (p + 1)
     capped = np.minimum(reach, acceleration)
     fades = (reach > 0.0) & (capped >= strongest)
-    m = np.where(fades, np.maximum(strongest, before - step), np.where(reach > 0.0, capped, reach))
+    m = np.where(fades, np.maximum(strongest, before - step), capped)
     after = np.where(fades & (m <= step), 0.0, speed - period * m)
     return np.asarray(after * sign), np.asarray(-m * sign)

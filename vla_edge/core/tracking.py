@@ -20,7 +20,8 @@ from __future__ import annotations
 from vla_edge.core.braking import fadeable, stop_extent, stop_step
 
 MAX_EVALUATIONS = 10
-"""Evaluations per root search beside those of the bounds; 1 to 6 are needed to reach ROOT_TOLERANCE."""
+"""Evaluations per root search beside those of the bounds. 1 to 6 reach ROOT_TOLERANCE in more than 99 % of searches;
+about one in 400 stops short of it and aims beside its target. No limit depends on that: ``_safe`` decides."""
 ROOT_TOLERANCE = 1e-13
 """Rad. Well below what a tick's finite differences turn into a visible jerk (1e-13 / T³ = 1e-7 rad/s³)."""
 STOP_SLACK = 2e-13
