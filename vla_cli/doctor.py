@@ -86,8 +86,8 @@ def check_ros() -> Finding:
         middleware = os.environ.get("RMW_IMPLEMENTATION", "")
         text = f"rclpy present{f', {distribution}' if distribution else ''}, middleware {middleware or 'the default'}"
         if middleware != "rmw_zenoh_cpp":
-            return Finding("note", "ros 2", f"{text}: its nodes do not see the bus",
-                           "export RMW_IMPLEMENTATION=rmw_zenoh_cpp for the robot's ROS nodes")
+            return Finding("note", "ros 2", f"{text}: its nodes do not see the Zenoh bus",
+                           "'bus: ros' for the edge, or RMW_IMPLEMENTATION=rmw_zenoh_cpp for the robot's ROS nodes")
         return Finding("ok", "ros 2", text)
     if distribution or Path("/opt/ros").is_dir():
         return Finding(

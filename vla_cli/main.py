@@ -42,6 +42,7 @@ COMMANDS: Final[dict[str, Command]] = {
         Command("sim", "simulate the robot and its tasks in real time", "vla_sim.sim_main", "sim"),
         Command("train", "make demonstrations and train a policy from them", "vla_cli.train_main", "sim,train"),
         Command("export", "export a trained policy to a model folder", "vla_cli.export_main", "train"),
+        Command("record", "record the topics of a running robot, without an edge", "vla_edge.record_main", "edge"),
         Command("replay", "run a recording through the motor loop again and compare every command",
                 "vla_cli.replay_main", "edge"),
         Command("doctor", "check this machine and say what to do about what is missing", "vla_cli.doctor", ""),

@@ -20,8 +20,15 @@ from rosbags.typesys.store import Typestore
 
 PACKAGE: Final = "vla_runtime"
 
-WIRE_VERSION: Final = 3
-"""Version of the vla_runtime messages: raised on any change of a ``.msg`` file; readers refuse every other."""
+WIRE_VERSION: Final = 4
+"""Version of the vla_runtime messages: raised on any change of their meaning or layout; readers refuse every other.
+
+It is also the default value of ``wire_version`` in every ``.msg`` file, so that a ROS node sends it without knowing.
+"""
+
+UNCHECKED_IF_ZERO: Final = frozenset({"vla_runtime/msg/ShieldCommand"})
+"""Types in which ``crc32`` 0 says that the sender made no checksum: what an operator's plain ROS node publishes on the
+robot bus. Never a type of a topic on the cloud link."""
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -129,6 +136,18 @@ def type_of(message: Any) -> str:
 def is_own(name: str) -> bool:
     """True for our own types, which carry ``wire_version`` and ``crc32``."""
     return name.startswith(PACKAGE + "/")
+
+
+@lru_cache(maxsize=64)
+def max_trailing_bytes(name: str) -> int:
+    """Most bytes that ROS leaves after the last field of a type; they mean nothing.
+
+    rclpy's ``serialize_message`` returns as many bytes as it estimated beforehand, and the estimate counts the
+    alignment of every empty array of 8-byte values, 4 bytes each, which Fast-CDR then does not write; Fast DDS rounds
+    up to a multiple of 4.
+    """
+    wide = [kind for kind in field_kinds(name) if kind.dtype is not None and kind.dtype.itemsize == 8]
+    return 4 * len(wide) + 3
 
 
 @lru_cache(maxsize=64)

@@ -1,8 +1,9 @@
 """The wire: CDR payloads with version and checksum, without ROS installed.
 
-Every vla_runtime message ends with ``crc32``, the CRC32 of all payload bytes before it, so the last four bytes of the
-payload are the checksum in every wire version. A ROS node that publishes one of these types must send the bytes of
-:func:`encode` (rclpy publishers take bytes), since ROS itself leaves padding bytes undefined.
+Every vla_runtime message ends with ``crc32``, the CRC32 of all payload bytes before it with zeros in the padding. What
+:func:`encode` makes is checked as it came, before it is parsed. ROS leaves padding bytes, and some bytes after the last
+field, undefined; such a payload is parsed, written again with zeros, and checked then. :data:`UNCHECKED_IF_ZERO` names
+the one type that a sender who knows nothing of this may publish without a checksum.
 
 Reading never raises anything but a :class:`WireError`; whoever receives counts errors by :attr:`WireError.cause`.
 """
@@ -18,13 +19,21 @@ import numpy as np
 import numpy.typing as npt
 from rosbags.serde import SerdeError
 
-from vla_common.messages import MAX_BYTES, WIRE_VERSION, field_kinds, full_type, is_own, new, type_of, typestore
+from vla_common.messages import (
+    MAX_BYTES,
+    UNCHECKED_IF_ZERO,
+    WIRE_VERSION,
+    field_kinds,
+    full_type,
+    is_own,
+    max_trailing_bytes,
+    new,
+    type_of,
+    typestore,
+)
 
 ENCAPSULATION_LE: Final = b"\x00\x01"
 ENCAPSULATION_BYTES: Final = 4
-MAX_PADDING_BYTES: Final = 7
-"""Fast-CDR aligns the place of an empty trailing array of doubles, which leaves up to 7 bytes after the last field."""
-
 NS_PER_S: Final = 1_000_000_000
 
 _U32: Final = struct.Struct("<I")
@@ -85,13 +94,13 @@ def encode(message: Any) -> bytes:
         message.wire_version = WIRE_VERSION
         message.crc32 = 0
     try:
-        payload = typestore().serialize_cdr(message, name, little_endian=True)
+        payload = _written(name, message)
     except (SerdeError, struct.error, AttributeError, TypeError, ValueError, AssertionError) as error:
         raise EncodeError(f"{name} cannot be encoded: {error}") from error
     if len(payload) > MAX_BYTES.get(name, len(payload)):
         raise EncodeError(f"{name} of {len(payload)} bytes exceeds its limit of {MAX_BYTES[name]} bytes")
     if not own:
-        return bytes(payload)
+        return payload
     message.crc32 = zlib.crc32(payload[:-4])
     return b"".join((payload[:-4], _U32.pack(message.crc32)))
 
@@ -117,25 +126,38 @@ def decode(type_name: str, payload: bytes | bytearray | memoryview, *, max_bytes
     data = bytes(payload)
     if data[:2] != ENCAPSULATION_LE:
         raise Malformed(f"{name}: encapsulation {data[:2].hex()}, expected little-endian CDR {ENCAPSULATION_LE.hex()}")
-    if is_own(name):
-        _verify(name, data)
-    return _parse(name, data)
+    return _checked(name, data) if is_own(name) else _parsed(name, data, max_trailing_bytes(name))
 
 
-def _verify(name: str, data: bytes) -> None:
-    """Checksum, then version: both stay where they are in every version."""
+def _checked(name: str, data: bytes) -> Any:
+    """Message of one of our types, whose checksum and version are right."""
     if len(data) < _MIN_OWN_BYTES:
         raise Truncated(f"{name}: {len(data)} bytes, at least {_MIN_OWN_BYTES} expected")
-    sent = _U32.unpack_from(data, len(data) - 4)[0]
-    found = zlib.crc32(memoryview(data)[:-4])
-    if sent != found:
-        # Which of the two it is only helps the reader of the counters: a payload cut short loses its checksum too.
-        if _ends_early(name, data):
-            raise Truncated(f"{name}: {len(data)} bytes end before the content does")
+    if zlib.crc32(memoryview(data)[:-4]) == _U32.unpack_from(data, len(data) - 4)[0]:
+        # Undamaged, so the version can be told whatever the layout of the rest.
+        _require_version(name, _version(name, data))
+        return _parsed(name, data, 0)
+    try:
+        message = _parsed(name, data, max_trailing_bytes(name))
+    except Truncated:
+        raise
+    except WireError as error:
+        raise ChecksumMismatch(str(error)) from error
+    sent, found = int(message.crc32), zlib.crc32(_written(name, message)[:-4])
+    if sent != found and not (sent == 0 and name in UNCHECKED_IF_ZERO):
         raise ChecksumMismatch(f"{name}: crc32 {found:#010x}, message says {sent:#010x}")
-    version = _version(name, data)
+    _require_version(name, int(message.wire_version))
+    return message
+
+
+def _require_version(name: str, version: int) -> None:
     if version != WIRE_VERSION:
         raise WrongVersion(f"{name}: wire version {version}, this release reads {WIRE_VERSION}")
+
+
+def _written(name: str, message: Any) -> bytes:
+    """CDR with zeros in the padding and nothing after the last field."""
+    return bytes(typestore().serialize_cdr(message, name, little_endian=True))
 
 
 def _version(name: str, data: bytes) -> int:
@@ -148,19 +170,10 @@ def _version(name: str, data: bytes) -> int:
     return int(_U16.unpack_from(data, at)[0])
 
 
-def _ends_early(name: str, data: bytes) -> bool:
-    try:
-        _parse(name, data)
-    except Truncated:
-        return True
-    except WireError:
-        return False
-    return False
-
-
-def _parse(name: str, data: bytes) -> Any:
+def _parsed(name: str, data: bytes, trailing: int) -> Any:
+    """Message of a payload with at most ``trailing`` bytes after its last field."""
     definition = typestore().get_msgdef(name)
-    # Not typestore.deserialize_cdr: it refuses the padding that Fast-CDR leaves after an empty trailing array.
+    # Not typestore.deserialize_cdr: it refuses every byte after the last field.
     # The slice copies, so that arrays of doubles are aligned in memory and outlive the caller's buffer.
     body = data[ENCAPSULATION_BYTES:]
     try:
@@ -178,7 +191,7 @@ def _parse(name: str, data: bytes) -> Any:
         raise Malformed(f"{name}: {type(error).__name__}: {error}") from error
     if end > len(body):
         raise Truncated(f"{name}: content needs {end - len(body)} bytes more")
-    if len(body) - end > (0 if is_own(name) else MAX_PADDING_BYTES):
+    if len(body) - end > trailing:
         raise Malformed(f"{name}: {len(body) - end} bytes after the content")
     return message
 

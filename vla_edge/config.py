@@ -7,11 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import yaml
 
 from vla_common.config import ConfigError, from_mapping, load_config
+from vla_common.joint_command import CommandOutput
 from vla_edge.core.chunk import GateConfig
 from vla_edge.core.chunk_queue import ChunkQueue
 from vla_edge.core.ensembler import CAPACITY, RuleName, make_rule
@@ -118,6 +119,41 @@ class SupervisorConfig:
             raise ValueError("motor_hang_s and motor_start_s must be positive")
 
 
+COMMAND_TOPICS: Final[dict[str, str]] = {
+    "forward_command": "/forward_position_controller/commands",
+    "joint_trajectory": "/joint_trajectory_controller/joint_trajectory"}
+"""Usual topics of the controllers of ros2_control."""
+
+
+@dataclass(frozen=True)
+class RosConfig:
+    """How the robot is spoken to under ``bus: ros``.
+
+    Attributes:
+        command_output: form of the command. command_topic: where to; empty: the usual topic of that form.
+        image_transport: raw images are made JPEG here. jpeg_quality: of these.
+        observation_hz: newer images go up to the cloud at most so often.
+        remap: ROS remapping rules ``from:=to`` for all processes of the edge.
+    """
+
+    command_output: CommandOutput = "joint_state"
+    command_topic: str = ""
+    image_transport: Literal["compressed", "raw"] = "compressed"
+    jpeg_quality: int = 92
+    observation_hz: float = 10.0
+    remap: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        if not 1 <= self.jpeg_quality <= 100 or self.observation_hz <= 0.0:
+            raise ValueError("jpeg_quality must be 1 .. 100 and observation_hz positive")
+        for rule in self.remap:
+            if rule.count(":=") != 1 or not all(rule.split(":=")):
+                raise ValueError(f"remap rule {rule!r} is not of the form from:=to")
+        if self.command_topic and not self.command_topic.startswith("/"):
+            raise ValueError(f"command_topic {self.command_topic!r} must start with /")
+
+
 @dataclass(frozen=True)
 class EdgeConfig:
     """Everything the edge's processes need to know."""
@@ -136,6 +172,17 @@ class EdgeConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     io: IoConfig = field(default_factory=IoConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    ros: RosConfig = field(default_factory=RosConfig)
+
+    def __post_init__(self) -> None:
+        """Check what belongs together."""
+        if not self.is_ros and self.ros.command_output != "joint_state":
+            raise ValueError(f"ros.command_output {self.ros.command_output} needs 'bus: ros'; it is {self.bus!r}")
+
+    @property
+    def is_ros(self) -> bool:
+        """The robot bus is ROS: ``ros``, or ``ros:<namespace>``."""
+        return self.bus == "ros" or self.bus.startswith("ros:")
 
     def to_json(self) -> str:
         """For child processes, so that all of them run on the same settings whatever happens to the file meanwhile."""

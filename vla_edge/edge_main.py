@@ -32,6 +32,7 @@ from vla_edge.core.joint_limits import JointLimits
 from vla_edge.core.model_check import check_horizon, check_normalisation
 from vla_edge.core.records import MAX_HORIZON, EdgeMemory
 from vla_edge.core.shared_buffer import remove_leftovers
+from vla_edge.robot_bus import check_robot_bus
 
 LOG = logging.getLogger(__name__)
 
@@ -71,10 +72,10 @@ class Restart:
 class Supervisor:
     """Starts and watches the processes of one edge."""
 
-    def __init__(self, config: EdgeConfig, memory: EdgeMemory, clock: Clock) -> None:
-        """Nothing is started yet."""
+    def __init__(self, config: EdgeConfig, memory: EdgeMemory, clock: Clock, has_io: bool = True) -> None:
+        """Nothing is started yet. ``has_io``: input and output are a process of their own, not this one."""
         self._config, self._memory, self._clock = config, memory, clock
-        names = ["motor", "policy", "io"] + ([] if config.record is None else ["recorder"])
+        names = ["motor", "policy", *(["io"] if has_io else []), *([] if config.record is None else ["recorder"])]
         rules = config.supervisor
         self._watch = HeartbeatWatch()
         self._ticks = TickWatch(rules.motor_hang_s, clock.monotonic_ns())
@@ -89,25 +90,34 @@ class Supervisor:
         self._children[name] = spawn(command, environment=_environment())
         self._restarts[name].started(self._clock.monotonic_ns())
 
+    def start_all(self) -> None:
+        """Start every process. Call from the main thread: the kernel ends the children with the thread that did."""
+        for name in self._restarts:
+            self.start(name)
+
+    def look(self) -> bool:
+        """Restart what may be restarted and say what hangs; False if the edge cannot go on without an operator."""
+        code = self._children["motor"].poll()
+        if code is not None:
+            LOG.critical("THE MOTOR PROCESS ENDED (%s): no more commands are sent and the robot's own time-out must "
+                         "hold it. Everything stops; start the edge again when the cause is found", _how(code))
+            return False
+        if not self._restart_ended():
+            return False
+        self.watch_motor()
+        self._report_hung()
+        return True
+
     def run(self, stop: StopFlag) -> int:
         """Keep the edge running until ``stop`` is set or the motor process dies.
 
         Returns:
             Exit code.
         """
-        for name in self._restarts:
-            self.start(name)
+        self.start_all()
         while not stop.wait(POLL_S):
-            code = self._children["motor"].poll()
-            if code is not None:
-                LOG.critical("THE MOTOR PROCESS ENDED (%s): no more commands are sent and the robot's own time-out "
-                             "must hold it. Everything stops; start 'vla edge' again when the cause is found",
-                             _how(code))
+            if not self.look():
                 return EXIT_FAILED
-            if not self._restart_ended():
-                return EXIT_FAILED
-            self.watch_motor()
-            self._report_hung()
         return EXIT_OK
 
     def watch_motor(self) -> None:
@@ -168,12 +178,16 @@ class Supervisor:
             elif hangs is False:
                 LOG.warning("the %s process answers again", name)
 
-    def stop(self) -> None:
-        """The motor first, which brakes to rest; then the others, which see and record that."""
-        rules = self._config.supervisor
+    def stop_motor(self) -> None:
+        """End the motor process, which brakes to rest first."""
         motor = self._children.pop("motor", None)
         if motor is not None:
-            stop_all([motor], rules.motor_stop_s)
+            stop_all([motor], self._config.supervisor.motor_stop_s)
+
+    def stop(self) -> None:
+        """The motor first, which brakes to rest; then the others, which see and record that."""
+        self.stop_motor()
+        rules = self._config.supervisor
         recorder = self._children.pop("recorder", None)
         stop_all(self._children.values(), rules.others_stop_s / 2)
         if recorder is not None:
@@ -202,8 +216,8 @@ def check(config: EdgeConfig) -> JointLimits:
     """
     limits = load_limits(config.robot_file, config.motor.period_s)
     make_queue(config, len(limits))
-    for endpoint in (config.bus, config.cloud):
-        check_endpoint(endpoint, config.allow_remote)
+    check_robot_bus(config)
+    check_endpoint(config.cloud, config.allow_remote)
     try:
         topic_spec("joint_command").topic(config.robot_id)
     except ValueError as error:

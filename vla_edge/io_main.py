@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import secrets
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -16,30 +17,34 @@ from vla_common.topics import topic_spec
 from vla_common.wire import WireError, decode, encode, make_header, normalise_instruction, stamp_ns
 from vla_common.zenoh_session import Bus, Received, open_bus
 from vla_edge.child import Child, main_exit, run
+from vla_edge.core.arrival import Arrivals, JointReader, MonotonicStamps, ReceiveInstants
 from vla_edge.core.local_motion import is_home_phrase
+from vla_edge.images import ImageIn
 from vla_edge.io_status import StatusOut
+from vla_edge.robot_bus import RobotBus, open_robot_bus
 
 LOG = logging.getLogger(__name__)
 
 NS: Final = 1_000_000_000
-FUTURE_TOLERANCE_NS: Final = 5_000_000
 WATCH_PERIOD_NS: Final = 5 * NS
 
 
 class IoLoop:
     """One turn polls what arrived and publishes what is due. Single-threaded: nothing here is urgent by itself."""
 
-    def __init__(self, child: Child, cameras: list[str], bus: Bus, cloud: Bus) -> None:
+    def __init__(self, child: Child, cameras: list[str], bus: RobotBus, cloud: Bus) -> None:
         """Subscribe and announce."""
         config = child.config
         robot = config.robot_id
         self._child, self._config, self._memory, self._clock = child, config.io, child.memory, child.clock
         self._names = list(child.limits.names)
+        self._arrivals: Arrivals = ReceiveInstants() if config.is_ros else MonotonicStamps()
+        self._joint_reader = JointReader(self._names, by_name=config.is_ros)
         self._joints_in = bus.latest("joint_states", robot)
         self._instruction_in = bus.latest("instruction", robot)
         self._commands_in = bus.queue("shield_command", robot, capacity=16)
         self._estop_in = None if config.io.estop_topic == "off" else bus.queue("estop", robot, capacity=16)
-        self._images_in = {camera: bus.latest("image", robot, camera) for camera in cameras}
+        self._images_in = {camera: ImageIn(config, bus, camera) for camera in cameras}
         self._images: dict[str, Any] = {}
         self._observation_out = cloud.publisher("observation", robot)
         self._session = secrets.token_hex(8)
@@ -48,8 +53,10 @@ class IoLoop:
         self._joints, self._beat = self._memory.blank("joints"), self._memory.blank("io")
         self._control = self._memory.blank("control")
         self._seen_commands: dict[bytes, int] = {}
+        self._requests: queue.SimpleQueue[Literal["rearm", "estop"]] = queue.SimpleQueue()
+        self.accepts_rearm = True
         self._rejects, self._rejects_told = Counters(), dict[str, int]()
-        self._out = StatusOut(child, bus, self._rejects, self._resume())
+        self.out = StatusOut(child, bus, self._rejects, self._resume())
         self._status_due_ns = self._ticks_due_ns = self._watch_due_ns = 0
 
     def _resume(self) -> int:
@@ -62,9 +69,19 @@ class IoLoop:
         found = self._memory.read("io")
         return int(found[1]["tick_cursor"]) if found is not None else 0
 
+    @property
+    def instruction(self) -> str:
+        """As last heard."""
+        return self._instruction
+
+    def rejects(self) -> dict[str, int]:
+        """What was refused so far, by name."""
+        return self._rejects.snapshot()
+
     def turn(self) -> None:
         """Do what is due."""
         now_ns = self._clock.monotonic_ns()
+        self._arrivals.turn(now_ns)
         self._take_commands()
         self._take_estop()
         self._take_joints()
@@ -72,13 +89,13 @@ class IoLoop:
         self._take_images()
         if now_ns >= self._ticks_due_ns:
             self._ticks_due_ns = now_ns + round(NS / self._config.ticks_hz)
-            self._out.publish_ticks(now_ns)
+            self.out.publish_ticks(now_ns)
         if now_ns >= self._status_due_ns:
             self._status_due_ns = now_ns + round(NS / self._config.status_hz)
             joints_ns = int(self._joints["stamp_ns"])
-            self._out.publish_status(now_ns, None if joints_ns == 0 else (now_ns - joints_ns) / NS)
+            self.out.publish_status(now_ns, None if joints_ns == 0 else (now_ns - joints_ns) / NS)
         self._beat["loops"] += 1
-        self._beat["stamp_ns"], self._beat["tick_cursor"] = now_ns, self._out.cursor
+        self._beat["stamp_ns"], self._beat["tick_cursor"] = now_ns, self.out.cursor
         self._memory.write("io", self._beat)
         if now_ns >= self._watch_due_ns:
             self._watch_due_ns = now_ns + WATCH_PERIOD_NS
@@ -96,37 +113,48 @@ class IoLoop:
             self._rejects.add(f"{what}_{error.cause}")
             return None
 
-    def _recent(self, stamp: int, now_ns: int, topic: str) -> bool:
-        """Check the age on receipt: after a stall, samples that waited in buffers arrive in order and old."""
-        if now_ns - stamp > topic_spec(topic).max_age_s * NS:
-            self._rejects.add(f"{topic}_stale")
-            return False
-        if now_ns - stamp < -FUTURE_TOLERANCE_NS:
-            self._rejects.add(f"{topic}_future_stamp")
-            return False
-        return True
+    def _instant_ns(self, topic: str, stamp: int, received_ns: int, camera: str = "") -> int | None:
+        """From when a sample counts; None if it is too old or otherwise not to be taken, which is counted. Age is
+        checked on receipt: after a stall, samples that waited in buffers arrive in order and old."""
+        found = self._arrivals.instant_ns(topic + camera, stamp, received_ns, self._clock.monotonic_ns(),
+                                          topic_spec(topic).max_age_s)
+        if found is None:
+            self._rejects.add(f"{topic}_{self._arrivals.rejected}")
+        return found
+
+    def request(self, what: Literal["rearm", "estop"]) -> None:
+        """A re-arm or a stop from another thread of this process; carried out in the next turn."""
+        self._requests.put(what)
 
     def _take_commands(self) -> None:
-        changed = False
+        before = (int(self._control["rearm"]), int(self._control["estop"]))
+        while not self._requests.empty():
+            self._obey(self._requests.get())
         while (received := self._commands_in.try_recv()) is not None:
             message = self._decoded("ShieldCommand", received, "shield_command")
             if message is None:
                 continue
             sender = b"" if received.attachment is None else received.attachment.gid
             sequence = int(message.sequence)
-            if sequence <= self._seen_commands.get(sender, -1):
+            # ROS delivers each sample once and does not tell whose it is.
+            if not self._child.config.is_ros and sequence <= self._seen_commands.get(sender, -1):
                 self._rejects.add("shield_command_repeated")
             elif message.command == message.ESTOP:  # whatever its age: stopping is always allowed
-                self._control["estop"] += 1
-                changed = True
+                self._obey("estop")
             elif message.command != message.REARM:
                 self._rejects.add("shield_command_unknown")
-            elif self._recent(stamp_ns(message.header), received.received_ns, "shield_command"):
-                self._control["rearm"] += 1
-                changed = True
+            elif self._instant_ns("shield_command", 0 if self._child.config.is_ros else stamp_ns(message.header),
+                                  received.received_ns) is not None:
+                self._obey("rearm")
             self._seen_commands[sender] = max(sequence, self._seen_commands.get(sender, -1))
-        if changed:
+        if before != (int(self._control["rearm"]), int(self._control["estop"])):
             self._memory.write("control", self._control)
+
+    def _obey(self, what: Literal["rearm", "estop"]) -> None:
+        if what == "rearm" and not self.accepts_rearm:
+            self._rejects.add("rearm_not_active")
+            return
+        self._control[what] += 1
 
     def _take_estop(self) -> None:
         """Level of the emergency stop input. The message has no stamp, so it counts from when it was received; the
@@ -150,20 +178,20 @@ class IoLoop:
         message = None if received is None else self._decoded("sensor_msgs/JointState", received, "joint_states")
         if received is None or message is None:
             return
-        stamp = stamp_ns(message.header)
-        if not self._recent(stamp, received.received_ns, "joint_states"):
+        found = self._joint_reader.read(message.name, message.position, message.velocity)
+        if found is None:
+            self._rejects.add(f"joint_states_{self._joint_reader.rejected}")
             return
-        if list(message.name) != self._names:
-            self._rejects.add("joint_states_names")
-        elif message.position.size != len(self._names) or not np.isfinite(message.position).all():
-            self._rejects.add("joint_states_position")
-        elif stamp <= int(self._joints["stamp_ns"]):
+        instant_ns = self._instant_ns("joint_states", stamp_ns(message.header), received.received_ns)
+        if instant_ns is None:
+            return
+        if instant_ns <= int(self._joints["stamp_ns"]):
             self._rejects.add("joint_states_out_of_order")
-        else:
-            self._joints["sequence"] += 1
-            self._joints["stamp_ns"], self._joints["position"] = stamp, message.position
-            self._joints["velocity"] = message.velocity if message.velocity.size == len(self._names) else 0.0
-            self._memory.write("joints", self._joints)
+            return
+        self._joints["sequence"] += 1
+        self._joints["stamp_ns"] = instant_ns
+        self._joints["position"], self._joints["velocity"] = found
+        self._memory.write("joints", self._joints)
 
     def _take_instruction(self) -> None:
         received = self._instruction_in.try_recv()
@@ -173,13 +201,21 @@ class IoLoop:
 
     def _take_images(self) -> None:
         is_new = False
-        for camera, subscriber in self._images_in.items():
-            received = subscriber.try_recv()
-            message = None if received is None else self._decoded("sensor_msgs/CompressedImage", received, "image")
-            if received is None or message is None:
+        for camera, source in self._images_in.items():
+            received = source.try_recv(self._clock.monotonic_ns())
+            if received is None:
                 continue
-            if self._recent(stamp_ns(message.header), received.received_ns, "image"):
-                message.header.frame_id = camera
+            try:
+                message = source.decode(received.payload)
+            except ValueError as error:
+                self._rejects.add(f"image_{error}")
+                continue
+            except WireError as error:
+                self._rejects.add(f"image_{error.cause}")
+                continue
+            instant_ns = self._instant_ns("image", stamp_ns(message.header), received.received_ns, camera)
+            if instant_ns is not None:
+                message.header = make_header(instant_ns, camera)
                 self._images[camera] = message
                 is_new = True
         if is_new and len(self._images) == len(self._images_in):
@@ -193,7 +229,10 @@ class IoLoop:
         images = [self._images[camera] for camera in self._images_in]
         # With several cameras the observation is as old as its oldest image.
         stamp = min(stamp_ns(image.header) for image in images)
-        if self._joints["sequence"] == 0 or not self._recent(stamp, now_ns, "image"):
+        if self._joints["sequence"] == 0:
+            return
+        if now_ns - stamp > topic_spec("image").max_age_s * NS:  # of a camera that fell behind the others
+            self._rejects.add("image_stale")
             return
         self._observation_out.put(encode(new(
             "Observation", header=make_header(stamp), session=self._session, sequence=self._observations,
@@ -215,7 +254,7 @@ def body(child: Child) -> None:
     """Poll until told to stop."""
     config = child.config
     cameras = [camera.name for camera in load_manifest(config.model, verify=False).cameras]
-    with open_bus(config.bus, node=f"vla_io_{config.robot_id}", allow_remote=config.allow_remote) as bus, \
+    with open_robot_bus(config, "vla_io", child.clock) as bus, \
             open_bus(config.cloud, node=f"vla_io_{config.robot_id}", allow_remote=config.allow_remote) as cloud:
         loop = IoLoop(child, cameras, bus, cloud)
         period_ns = round(config.io.poll_s * NS)

@@ -10,7 +10,6 @@ import numpy as np
 from vla_common.messages import new
 from vla_common.metrics import Counters, Histogram
 from vla_common.wire import encode, make_header
-from vla_common.zenoh_session import Bus
 from vla_edge.child import Child
 from vla_edge.core.health import (
     NOT_STARTED,
@@ -25,6 +24,7 @@ from vla_edge.core.health import (
 )
 from vla_edge.core.records import Record
 from vla_edge.core.shield import Rearm, Reason, State
+from vla_edge.robot_bus import RobotBus
 
 LOG = logging.getLogger(__name__)
 
@@ -39,9 +39,11 @@ class StatusOut:
 
     Attributes:
         cursor: next tick of the log to publish.
+        reason, rearm_ready: as last published; why a re-arm would be refused, and whether it would be accepted.
+        cause: what keeps the robot from moving, or empty.
     """
 
-    def __init__(self, child: Child, bus: Bus, rejects: Counters, cursor: int) -> None:
+    def __init__(self, child: Child, bus: RobotBus, rejects: Counters, cursor: int) -> None:
         """``rejects`` counts ticks that were overwritten before they were published."""
         robot = child.config.robot_id
         self._memory, self._names, self._rejects = child.memory, list(child.limits.names), rejects
@@ -54,6 +56,12 @@ class StatusOut:
         self._lateness_s = Histogram(3000)
         self._logged: tuple[object, ...] = ()
         self.cursor = cursor
+        self.reason, self.rearm_ready, self.cause = NOT_STARTED, False, ""
+
+    @property
+    def tick(self) -> tuple[Tick, float, float]:
+        """What the motor clock does, for how long it has been silent, and its p99 lateness; seconds."""
+        return self._watch.state, self._watch.silent_s, self._lateness_s.summary().p99
 
     def publish_ticks(self, now_ns: int) -> None:
         """Every tick since the last call, each once."""
@@ -90,11 +98,13 @@ class StatusOut:
         hangs = self._watch.state is Tick.HANGS and reason is not Reason.SHUTDOWN
         if hangs:
             text, verdict = f"{NOT_TICKING} ({self._watch.silent_s:.1f} s)", Rearm.NOT_HOLDING
+        is_ready = verdict is Rearm.ACCEPTED and can_plan
+        self.reason, self.rearm_ready, self.cause = text, is_ready, cause
         is_sending = reason is not Reason.NO_POSE
         late = self._lateness_s.summary()
         self._status_out.put(encode(new(
             "ShieldStatus", header=make_header(now_ns), state=int(state), reason=text, tick=int(motor["tick"]),
-            rearm_ready=verdict is Rearm.ACCEPTED and can_plan, joint_names=self._names if is_sending else [],
+            rearm_ready=is_ready, joint_names=self._names if is_sending else [],
             position=np.array(motor["position"]) if is_sending else [],
             velocity=np.array(motor["velocity"]) if is_sending else [],
             limit_interventions=int(motor["limited"]), missed_ticks=int(motor["missed"]),
@@ -111,6 +121,7 @@ class StatusOut:
         self._status_out.put(encode(new(
             "ShieldStatus", header=make_header(now_ns), state=int(State.HOLDING), tick=-1,
             reason=f"{NOT_STARTED} ({silent_s:.1f} s)")))
+        self.reason, self.rearm_ready = NOT_STARTED, False
         if silent_s > self._rules.motor_start_s:
             self._log(("not started",), logging.ERROR, NOT_STARTED)
 

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vla_common.clock import Clock
-from vla_common.joint_command import JointCommandTemplate
+from vla_common.joint_command import command_template
 from vla_common.process import StopFlag
-from vla_common.zenoh_session import open_bus
 from vla_edge.adapters.realtime import enter_realtime, start_outlet_threads
 from vla_edge.child import Child, main_exit, run
 from vla_edge.config import make_queue
@@ -19,6 +18,7 @@ from vla_edge.core.chunk import ChunkGate
 from vla_edge.core.motor_clock import MotorClock
 from vla_edge.core.motor_loop import MotorLoop, Send
 from vla_edge.core.shield import Shield, State
+from vla_edge.robot_bus import command_spec, open_robot_bus
 
 LOG = logging.getLogger(__name__)
 
@@ -59,10 +59,9 @@ def body(child: Child) -> None:
     """Open the outlet, ask for punctuality, serve."""
     config = child.config
     start_outlet_threads(config.motor.fifo_priority)
-    with open_bus(config.bus, node=f"vla_motor_{config.robot_id}", allow_remote=config.allow_remote,
-                  clock=child.clock) as bus:
-        publisher = bus.publisher("joint_command", config.robot_id)
-        template = JointCommandTemplate(child.limits.names)
+    with open_robot_bus(config, "vla_motor", child.clock, never_wait=True) as bus:
+        template = command_template(config.ros.command_output, child.limits.names, config.motor.period_s)
+        publisher = bus.publisher(command_spec(config, template.type_name), config.robot_id)
 
         def send(stamp_ns: int, position: npt.NDArray[np.float64], velocity: npt.NDArray[np.float64]) -> None:
             publisher.put(template.pack(stamp_ns, position, velocity))

@@ -22,6 +22,7 @@ from vla_edge.core.planner import MotorView, Planner, PlannerConfig
 from vla_edge.core.records import MAX_HORIZON, Record, fill_chunk
 from vla_edge.core.shield import State
 from vla_edge.engines import make_denoiser
+from vla_edge.robot_bus import RobotBus, open_robot_bus
 
 LOG = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def make_planner(child: Child, manifest: Manifest, denoiser: Denoiser, session: 
 class PolicyLoop:
     """One turn: what arrived, a chunk if it is time for one, heartbeat, status."""
 
-    def __init__(self, child: Child, planner: Planner, engine: str, bus: Bus, cloud: Bus) -> None:
+    def __init__(self, child: Child, planner: Planner, engine: str, bus: RobotBus, cloud: Bus) -> None:
         """Subscribe and announce."""
         robot = child.config.robot_id
         self._child, self._planner, self._engine = child, planner, engine
@@ -197,7 +198,7 @@ def body(child: Child) -> None:
     manifest = load_manifest(config.model)
     denoiser = make_denoiser(config.model, manifest, config.policy.engine, config.policy.fp16)
     planner = make_planner(child, manifest, denoiser, secrets.token_hex(8))
-    with open_bus(config.bus, node=f"vla_policy_{config.robot_id}", allow_remote=config.allow_remote) as bus, \
+    with open_robot_bus(config, "vla_policy", child.clock) as bus, \
             open_bus(config.cloud, node=f"vla_policy_{config.robot_id}", allow_remote=config.allow_remote) as cloud:
         LOG.info("model %s on %s", manifest.name, denoiser.engine)
         loop = PolicyLoop(child, planner, denoiser.engine, bus, cloud)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Final
 
 from vla_common.clock import Clock, sleep_s
+from vla_common.joint_command import command_template
 from vla_common.manifest import load_manifest
-from vla_common.topics import TOPICS, TopicSpec
-from vla_common.zenoh_session import Bus, QueueSubscriber, open_bus
+from vla_common.topics import TOPICS
+from vla_common.zenoh_session import open_bus
 from vla_edge.adapters.mcap_recorder import McapRecorder, RecordingError
 from vla_edge.child import Child, PermanentError, main_exit, run
+from vla_edge.config import EdgeConfig
 from vla_edge.core.trace import METADATA
+from vla_edge.robot_bus import RobotBus, RobotSubscriber, command_spec, image_spec, open_robot_bus
 
 LOG = logging.getLogger(__name__)
 
@@ -30,19 +33,24 @@ def free_path(path: Path) -> Path:
     return candidate
 
 
-def subscribe(buses: dict[str, Bus], robot: str, cameras: list[str]) -> list[tuple[str, QueueSubscriber]]:
-    """A queue for every topic: ROS topic name and subscriber."""
+def subscribe(buses: dict[str, RobotBus], config: EdgeConfig,
+              cameras: list[str]) -> list[tuple[str, RobotSubscriber]]:
+    """A queue for every topic: ROS topic name and subscriber. Buses by network."""
+    command = command_template(config.ros.command_output, ["any"], config.motor.period_s).type_name
+    own = {"image": image_spec(config), "joint_command": command_spec(config, command)}
     readers = []
-    for spec in TOPICS.values():
+    for name, row in TOPICS.items():
+        spec = own.get(name, row)
         for camera in cameras if "{camera}" in spec.pattern else [""]:
-            readers.append((spec.topic(robot, camera), buses[spec.network].queue(spec, robot, camera, capacity=QUEUE)))
+            readers.append((spec.topic(config.robot_id, camera),
+                            buses[spec.network].queue(spec, config.robot_id, camera, capacity=QUEUE)))
     return readers
 
 
-def drain(readers: list[tuple[str, QueueSubscriber]], recorder: McapRecorder, clock: Clock) -> None:
+def drain(readers: list[tuple[str, RobotSubscriber]], recorder: McapRecorder, clock: Clock) -> None:
     """Write everything that has arrived."""
     for topic, subscriber in readers:
-        spec: TopicSpec = subscriber.spec
+        spec = subscriber.spec
         for _ in range(QUEUE):
             received = subscriber.try_recv()
             if received is None:
@@ -65,9 +73,9 @@ def body(child: Child) -> None:
         # All that 'vla replay' needs beside the messages.
         recorder.describe(METADATA, {"settings": config.to_json(),
                                      "robot_file": config.robot_file.read_text(encoding="utf-8")})
-        with open_bus(config.bus, node=node, allow_remote=config.allow_remote) as bus, \
+        with open_robot_bus(config, "vla_recorder", child.clock) as bus, \
                 open_bus(config.cloud, node=node, allow_remote=config.allow_remote) as cloud:
-            readers = subscribe({"bus": bus, "cloud": cloud}, config.robot_id, cameras)
+            readers = subscribe({"bus": bus, "cloud": cloud}, config, cameras)
             LOG.info("recording to %s", recorder.path)
             beat = child.memory.blank("recorder")
             beat["pid"] = os.getpid()

@@ -53,7 +53,7 @@ class SimMainConfig:
     """``vla sim``.
 
     Attributes:
-        bus: endpoint to host; port 0 picks a free one.
+        bus: endpoint to host; port 0 picks a free one. ``ros`` or ``ros:<namespace>``: ROS 2 topics instead.
         max_lag_s: see ``Pacer``.
         niceness: scheduling priority asked for, -20 .. 19; a robot does not wait for our processor, so the simulated
             one is given precedence over ordinary processes where that is permitted.
@@ -74,7 +74,8 @@ def parse(argv: Sequence[str] | None) -> tuple[SimMainConfig, Path | None]:
     parser.add_argument("--config", type=Path, help="YAML file of overrides")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="override, such as episodes.count=3")
-    parser.add_argument("--bus", help="endpoint of the robot bus (default tcp/127.0.0.1:7447; port 0: a free one)")
+    parser.add_argument("--bus", help="endpoint of the robot bus (default tcp/127.0.0.1:7447; port 0: a free one); "
+                                      "ros or ros:<namespace>: ROS 2 topics")
     parser.add_argument("--robot", help="robot id in topic names (default arm1)")
     parser.add_argument("--episodes", type=int, help="number of episodes (default 10)")
     parser.add_argument("--seed", type=int, help="seed of the list of episodes (default 0)")
@@ -125,6 +126,20 @@ def _try_camera(world: TabletopWorld, camera: str) -> None:
     except Exception as error:  # MuJoCo, EGL and OSMesa each have exceptions of their own
         raise ConfigError(f"off-screen rendering does not work ({type(error).__name__}: {error}): run 'vla doctor', "
                           "which names the missing libraries, or set MUJOCO_GL to egl or osmesa") from error
+
+
+def open_robot_bus(bus: str, robot: str, clock: Clock) -> Any:
+    """Host the robot bus on Zenoh, or join ROS 2 as a node named after the robot.
+
+    Raises:
+        BusError: bad endpoint or namespace, port in use, or ROS is asked for and not usable.
+    """
+    if bus.partition(":")[0] != "ros":
+        return open_bus(bus, "router", node="vla_sim", clock=clock)
+    from vla_edge.adapters.ros_bus import open_ros_bus
+    from vla_edge.robot_bus import ros_prefix
+
+    return open_ros_bus(f"vla_sim_{robot}", prefix=ros_prefix(bus), clock=clock)
 
 
 def take_precedence(niceness: int) -> None:
@@ -186,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = make_world(config.world)
         take_precedence(config.niceness)
         _try_camera(world, config.robot.camera)
-        with open_bus(endpoint, "router", node="vla_sim", clock=clock) as bus:
+        with open_robot_bus(endpoint, config.robot.robot, clock) as bus:
             robot = SimulatedRobot(world, bus, runner, config.robot, clock)
             print(f"READY {endpoint} {len(runner.episodes)} episodes", flush=True)
             gc.freeze()

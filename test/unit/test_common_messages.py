@@ -21,6 +21,14 @@ def test_frame_of_every_own_message(name):
     fields = [kind.name for kind in messages.field_kinds(name)]
     assert fields[:2] == ["header", "wire_version"] and fields[-1] == "crc32"
     assert messages.new(name).wire_version == messages.WIRE_VERSION
+    # What a ROS node sends that knows nothing of it.
+    assert re.search(rf"^uint16 wire_version {messages.WIRE_VERSION}$", messages.definition_texts()[name], re.MULTILINE)
+
+
+def test_bytes_after_the_last_field():
+    """4 for each array of 8-byte values, as measured on rclpy's serialize_message, and 3."""
+    assert messages.max_trailing_bytes("std_msgs/msg/Bool") == messages.max_trailing_bytes("std_msgs/msg/String") == 3
+    assert messages.max_trailing_bytes("sensor_msgs/msg/JointState") == 15
 
 
 def test_built_package_carries_the_same_definitions(tmp_path):

@@ -1,10 +1,12 @@
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vla_common import messages, tensors, wire
+from vla_common.topics import TOPICS
 
 JOINTS = [*(f"panda_joint{number}" for number in range(1, 8)), "gripper"]
 
@@ -47,6 +49,8 @@ def test_decode_names_the_fault():
         wire.decode("ContextTokens", b"\x00\x00" + payload[2:])  # big-endian
     with pytest.raises(wire.Malformed, match="after the content"):
         wire.decode("ContextTokens", resealed(payload[:-4] + bytes(12)))
+    with pytest.raises(wire.ChecksumMismatch, match="after the content"):
+        wire.decode("ContextTokens", payload + b"\x01" * 4)
     with pytest.raises(wire.WireError):
         wire.decode("ActionChunk", payload)  # another type
 
@@ -71,13 +75,62 @@ def test_unknown_type_names_the_nearest():
         wire.decode("ContextToken", b"")
 
 
-def test_padding_after_an_empty_trailing_array_is_accepted():
-    """Fast-CDR aligns for the doubles of an empty effort; real robots send this."""
+def test_bytes_that_ros_leaves_after_the_last_field_are_accepted():
+    """4 for each empty array of doubles and up to 3 more; real robots send them."""
     payload = wire.encode(messages.new("JointState", name=JOINTS, position=np.zeros(8), velocity=np.zeros(8)))
-    message = wire.decode("JointState", payload + bytes(4))
+    message = wire.decode("JointState", payload + bytes(15))
     assert message.name == JOINTS and message.effort.size == 0
-    with pytest.raises(wire.Malformed):
-        wire.decode("JointState", payload + bytes(8))
+    with pytest.raises(wire.Malformed, match="after the content"):
+        wire.decode("JointState", payload + bytes(16))
+
+
+def test_padding_is_not_covered_by_the_checksum():
+    payload = bytearray(wire.encode(context()))
+    assert payload[17] == 0  # after the empty frame_id's terminator
+    payload[17] = 0xAB
+    assert wire.encode(wire.decode("ContextTokens", payload)) == wire.encode(context())
+    payload[16] = 0xAB  # the terminator itself
+    with pytest.raises(wire.ChecksumMismatch, match="terminator"):
+        wire.decode("ContextTokens", payload)
+    payload[15] ^= 0x80  # a length
+    with pytest.raises(wire.Truncated):
+        wire.decode("ContextTokens", payload)
+
+
+def test_what_ros_serialises_is_accepted():
+    """Bytes made by rclpy, with whatever was in its memory as padding; test/ros makes them anew where ROS is."""
+    lines = (Path(__file__).parents[1] / "golden" / "common" / "from_ros.txt").read_text().splitlines()
+    assert len(lines) == 2 * len(messages.MAX_BYTES)
+    dirty = 0
+    for line in lines:
+        short, what, text = line.split()
+        message = wire.decode(short, bytes.fromhex(text))
+        ours = wire.encode(message)
+        dirty += ours != bytes.fromhex(text)
+        if what == "sample":
+            golden = (Path(__file__).parents[1] / "golden" / "common" / f"{short}.hex").read_text()
+            assert ours == bytes.fromhex(golden)
+    assert dirty > len(lines) / 3
+
+
+def test_only_an_operators_command_may_come_without_a_checksum():
+    """A plain ROS publisher leaves crc32 at 0."""
+    payload = wire.encode(messages.new("ShieldCommand", command=2, sequence=1))[:-4] + bytes(4)
+    assert wire.decode("ShieldCommand", payload).command == 2
+    with pytest.raises(wire.ChecksumMismatch):
+        wire.decode("ShieldCommand", payload[:-1] + b"\x01")
+    other = bytearray(payload)
+    other[18] += 1
+    with pytest.raises(wire.WrongVersion):
+        wire.decode("ShieldCommand", other)
+    for name in sorted(messages.MAX_BYTES):
+        if messages.is_own(name) and name != "vla_runtime/msg/ShieldCommand":
+            with pytest.raises(wire.ChecksumMismatch):
+                wire.decode(name, wire.encode(messages.new(name))[:-4] + bytes(4))
+
+
+def test_nothing_without_a_checksum_comes_over_the_cloud_link():
+    assert {spec.network for spec in TOPICS.values() if spec.type_name in messages.UNCHECKED_IF_ZERO} == {"bus"}
 
 
 def test_arrays_are_numpy_aligned_and_read_only():

@@ -29,6 +29,8 @@ class McapRecorder:
         """
         self.path = path
         self.messages = 0
+        self.counts: dict[str, int] = {}
+        """Messages by topic."""
         self._channels: dict[tuple[str, str], int] = {}
         self._schemas: dict[str, int] = {}
         try:
@@ -59,6 +61,7 @@ class McapRecorder:
         except OSError as error:
             raise self._error(error) from error
         self.messages += 1
+        self.counts[topic] = self.counts.get(topic, 0) + 1
 
     def flush(self) -> None:
         """Hand finished chunks to the operating system: the last bytes of a chunk otherwise wait for the next one, and

@@ -1,0 +1,138 @@
+"""Supervisor and io in one process, as the ROS node runs them, on the Zenoh bus and so without ROS."""
+
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from edge_rig import CLOCK, INSTRUCTION, LIMITS, ROBOT_FILE, Rig, alive, worst_ratios
+
+from vla_common.clock import sleep_s
+from vla_edge.config import load_edge_config
+from vla_edge.session import EdgeSession
+
+NOMINAL, COASTING, BRAKING, HOLDING = range(4)
+
+
+class SessionRig(Rig):
+    """The robot's and the cloud's side around a session of this process."""
+
+    def start_edge(self):
+        config = load_edge_config(None, [
+            f"bus={self.bus_endpoint}", f"cloud={self.cloud_endpoint}", f"model={self.folder / 'model'}",
+            f"robot_id={self.robot}", f"robot_file={ROBOT_FILE}"])
+        self.log.write_text("")
+        self.session = EdgeSession(config, LIMITS, CLOCK)
+        return types.SimpleNamespace(poll=lambda: 0)
+
+
+@pytest.fixture
+def rig(tmp_path):
+    made = SessionRig(tmp_path)
+    yield made
+    made.session.stop()
+    made.session.stop()
+    made.close()
+    assert made.memory_files() == []
+
+
+def moving(rig):
+    return bool(rig.commands) and np.abs(rig.commands[-1][2]).max() > 0.1
+
+
+def start(rig):
+    rig.session.start()
+    rig.wait(lambda: rig.commands and rig.session.look() == "", 20.0, "commands")
+
+
+def start_moving(rig):
+    rig.session.accept_rearms(True)
+    rig.session.say(INSTRUCTION)
+    rig.instruction = INSTRUCTION  # the rig's own operator says the same
+    rig.direction[:7] = 0.05
+    answers = []
+
+    def armed():
+        assert rig.session.look() == ""
+        answers.append(rig.session.rearm())
+        return answers[-1][0]
+
+    rig.wait(armed, 20.0, "armed")
+    rig.wait(lambda: moving(rig), 10.0, "moving")
+
+
+def test_operators_of_a_session(rig):
+    assert rig.session.stop_damped(0.1)  # nothing has begun, nothing moves
+    start(rig)
+    assert rig.session.rearm() == (False, "refused: the node is not active")
+    start_moving(rig)
+    view = rig.session.goal_view()
+    assert view.state in (NOMINAL, COASTING) and view.heard == INSTRUCTION
+    assert {finding.name: finding.level.name for finding in rig.session.findings()}["motor clock"] == "OK"
+    taken, words = rig.session.rearm()
+    assert not taken and "only a robot that holds" in words
+
+    assert rig.session.stop_damped(2.0)
+    assert not rig.session.motor["velocity"].any() and int(rig.session.motor["state"]) == HOLDING
+    held = rig.session.motor["position"].copy()
+    sleep_s(CLOCK, 0.2)
+    np.testing.assert_array_equal(rig.session.motor["position"], held)
+
+    start_moving(rig)
+    assert rig.session.estop() == (True, "braking; the robot will hold until it is re-armed")
+    rig.session.accept_rearms(False)
+    rig.command("REARM")  # over the bus, too
+    rig.wait(lambda: rig.session.findings()[3].values.get("refused rearm_not_active"), 5.0, "a refused re-arm")
+
+    start_moving(rig)
+    children = [rig.session.pid(name) for name in ("motor", "policy")]
+    rig.session.stop()
+    sleep_s(CLOCK, 0.1)
+    assert not rig.commands[-1][2].any() and not any(map(alive, children))
+    ratios = worst_ratios(rig.commands)
+    assert ratios["position"] <= 0 and max(ratios["velocity"], ratios["acceleration"], ratios["jerk"]) <= 1 + 1e-9
+
+
+def test_what_cannot_go_on_is_told(rig):
+    start(rig)
+    os.kill(rig.session.pid("motor"), signal.SIGKILL)
+    rig.wait(lambda: "the motor process ended" in rig.session.look(), 5.0, "the end of the motor process")
+
+
+def test_a_motor_process_that_hangs_is_told_and_killed(rig):
+    start(rig)
+    start_moving(rig)
+    pid = rig.session.pid("motor")
+    os.kill(pid, signal.SIGSTOP)
+    rig.wait(lambda: rig.session.findings()[1].level.name == "ERROR", 5.0, "hangs")
+    assert rig.session.look() == ""  # it may come back
+    assert rig.session.estop() == (False, "THE MOTOR PROCESS DOES NOT ANSWER: use the robot's own stop")
+    assert not rig.session.stop_damped(0.3)
+    rig.session.stop()
+    assert not alive(pid)
+
+
+def test_an_io_that_fails_is_told(rig, monkeypatch):
+    start(rig)
+
+    def fail():
+        raise RuntimeError("a bad day")
+
+    monkeypatch.setattr(rig.session._io, "turn", fail)
+    rig.wait(lambda: rig.session.look() == "io failed", 5.0, "io failed")
+
+
+def test_a_session_that_cannot_open_its_bus_leaves_nothing(tmp_path):
+    from vla_edge.robot_bus import BusError
+
+    before = set(Path("/dev/shm").glob("vla-edge.nobus.*"))
+    config = load_edge_config(None, ["bus=tcp/10.0.0.1:7447", "robot_id=nobus"])
+    with pytest.raises(BusError):
+        EdgeSession(config, LIMITS, CLOCK)
+    assert set(Path("/dev/shm").glob("vla-edge.nobus.*")) == before

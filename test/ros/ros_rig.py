@@ -1,0 +1,240 @@
+"""The lifecycle node between a fake ROS robot and a fake cloud: real processes, real ROS, real Zenoh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import rclpy
+from action_msgs.msg import GoalStatus
+from diagnostic_msgs.msg import DiagnosticArray
+from lifecycle_msgs.msg import Transition
+from lifecycle_msgs.srv import ChangeState, GetState
+from rclpy.action import ActionClient
+from rclpy.context import Context
+from rclpy.executors import SingleThreadedExecutor
+from rclpy.node import Node
+from std_msgs.msg import String
+from std_srvs.srv import Trigger
+from vla_runtime.action import RunTask
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fault"))
+
+from edge_rig import (
+    CLOCK,
+    DIM,
+    INSTRUCTION,
+    LIMITS,
+    ROBOT_FILE,
+    ROOT,
+    TOKENS,
+    alive,
+    free_endpoint,
+    make_model,
+    own_children,
+)
+
+from vla_common import messages, tensors, wire
+from vla_common.clock import sleep_s
+from vla_common.zenoh_session import open_bus
+from vla_edge.adapters.ros_bus import open_ros_bus
+
+NOMINAL, COASTING, BRAKING, HOLDING = range(4)
+JOINTS = len(LIMITS)
+__all__ = ["BRAKING", "COASTING", "HOLDING", "INSTRUCTION", "LIMITS", "NOMINAL", "GoalStatus", "RosRig", "alive",
+           "own_children", "rclpy"]
+
+
+class RosRig:
+    """Starts robot, cloud and node; drives the node as an operator does.
+
+    Attributes:
+        direction: what the cloud says, as in edge_rig.Rig. statuses: newest ShieldStatus messages.
+    """
+
+    def __init__(self, folder: Path, robot_options: tuple[str, ...] = (), parameters: dict[str, object] | None = None,
+                 output: str = "joint_state", plain: bool = False) -> None:
+        """``plain``: 'vla edge' with 'bus: ros' in the place of the lifecycle node."""
+        self.folder, self.robot, self.output = folder, f"rosrig{os.getpid()}", output
+        self.manifest = make_model(folder / "model")
+        self.direction, self.cloud_answers = np.zeros(DIM, np.float32), True
+        self.observations: list[object] = []
+        self.statuses: list[object] = []
+        self.diagnostics: dict[str, object] = {}
+        self.feedback: list[object] = []
+        self.log, self.command_log = folder / "node.log", folder / "commands.bin"
+        self.endpoint = free_endpoint()
+        self.cloud = open_bus(self.endpoint, "router", node="rig_cloud")
+        self._observation_in = self.cloud.queue("observation", self.robot, capacity=8)
+        self._context_out = self.cloud.publisher("context", self.robot)
+        self.bus = open_ros_bus("rig")
+        self._status_in = self.bus.queue("shield_status", self.robot, capacity=50)
+        self.context = Context()
+        self.context.init([])
+        self.node = Node("rig_operator", context=self.context)
+        self.executor = SingleThreadedExecutor(context=self.context)
+        self.executor.add_node(self.node)
+        self.node.create_subscription(DiagnosticArray, "/diagnostics", self._on_diagnostics, 10)
+        self.words = self.node.create_publisher(String, f"/{self.robot}/instruction", 1)
+        self.tasks = ActionClient(self.node, RunTask, "/vla_edge/run_task")
+        raw = "bgr8" in robot_options or "16UC1" in robot_options
+        topics = {"joint_state": f"/{self.robot}/joint_command", "forward_command": "/forward_position_controller/commands",
+                  "joint_trajectory": "/joint_trajectory_controller/joint_trajectory"}
+        self.driver = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("ros_robot.py")), "--names", ",".join(LIMITS.names),
+             "--position=" + ",".join(map(str, LIMITS.ready)), "--joints", "/driver/joint_states", "--images",
+             f"/{self.robot}/front/image_raw" + ("" if raw else "/compressed"), "--commands", topics[output], "--output",
+             output, "--log", str(self.command_log), *robot_options], env={**os.environ, "PYTHONPATH": str(ROOT)})
+        given = {"cloud": self.endpoint, "model": folder / "model", "robot_id": self.robot, "robot_file": ROBOT_FILE,
+                 "ros.command_output": output, "ros.image_transport": "raw" if raw else "compressed", **(parameters or {})}
+        self.arguments = [sys.executable, "-m", "vla_edge.ros_main", "--ros-args", "-r",
+                          f"/{self.robot}/joint_states:=/driver/joint_states",
+                          *(part for key, value in given.items() for part in ("-p", f"{key}:={value}"))]
+        if plain:
+            given |= {"bus": "ros", "ros.remap": f"[/{self.robot}/joint_states:=/driver/joint_states]"}
+            self.arguments = [sys.executable, "-m", "vla_edge.edge_main",
+                              *(part for key, value in given.items() for part in ("--set", f"{key}={value}"))]
+        self.edge = self.start_node()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve_cloud, daemon=True)
+        self._thread.start()
+
+    def start_node(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self.arguments, cwd=self.folder, stdout=log, stderr=log,
+                                    env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"})
+
+    def _serve_cloud(self) -> None:
+        while not self._stop.is_set():
+            while (received := self._observation_in.try_recv()) is not None:
+                observation = wire.decode("Observation", received.payload)
+                self.observations.append(observation)
+                if self.cloud_answers:
+                    tokens = np.zeros((TOKENS, DIM), np.float32)
+                    tokens[0] = self.direction
+                    self._context_out.put(wire.encode(messages.new(
+                        "ContextTokens", header=observation.header, session=observation.session,
+                        sequence=observation.sequence, model_id="tiny", model_hash=self.manifest.model_hash,
+                        instruction_hash=wire.instruction_hash(observation.instruction), **tensors.token_fields(tokens))))
+            sleep_s(CLOCK, 0.005)
+
+    def _on_diagnostics(self, message: DiagnosticArray) -> None:
+        self.diagnostics.update({status.name.rpartition(": ")[2]: status for status in message.status})
+
+    # ------------------------------------------------------------------ looking
+
+    def spin(self) -> None:
+        self.executor.spin_once(timeout_sec=0.01)
+        while (received := self._status_in.try_recv()) is not None:
+            self.statuses.append(wire.decode("ShieldStatus", received.payload))
+
+    def wait(self, condition: object, timeout_s: float, what: str) -> None:
+        deadline_ns = CLOCK.monotonic_ns() + round(timeout_s * 1e9)
+        while not condition():
+            if CLOCK.monotonic_ns() > deadline_ns:
+                raise AssertionError(f"not within {timeout_s} s: {what}; status {self.statuses[-1:]}; diagnostics "
+                                     f"{[(k, v.message) for k, v in self.diagnostics.items()]}; log:\n{self.log.read_text()}")
+            self.spin()
+
+    def commands(self) -> np.ndarray:
+        """Every command received so far: instant ns, stamp, positions, speeds."""
+        width = 2 + 2 * JOINTS
+        data = np.fromfile(self.command_log) if self.command_log.exists() else np.zeros(0)
+        return data[:data.size // width * width].reshape(-1, width)
+
+    def position(self) -> np.ndarray:
+        rows = self.commands()
+        return rows[-1, 2:2 + JOINTS] if len(rows) else np.full(JOINTS, np.nan)
+
+    def speed(self) -> float:
+        """Largest speed of any joint by the last two commands, rad/s."""
+        rows = self.commands()[-2:, 2:2 + JOINTS]
+        return float(np.abs(np.diff(rows, axis=0)).max() / 0.01) if len(rows) == 2 else 0.0
+
+    def state(self) -> int:
+        return int(self.statuses[-1].state) if self.statuses else -1
+
+    # ------------------------------------------------------------------ the operator
+
+    def call(self, kind: object, name: str, request: object, timeout_s: float = 15.0) -> object:
+        client = self.node.create_client(kind, name)
+        try:
+            self.wait(client.service_is_ready, 20.0, f"service {name}")
+            future = client.call_async(request)
+            self.wait(future.done, timeout_s, f"answer of {name}")
+            return future.result()
+        finally:
+            self.node.destroy_client(client)
+
+    def change(self, transition: str) -> bool:
+        number = getattr(Transition, f"TRANSITION_{transition.upper()}")
+        request = ChangeState.Request(transition=Transition(id=number))
+        return bool(self.call(ChangeState, "/vla_edge/change_state", request).success)
+
+    def lifecycle_state(self) -> str:
+        return str(self.call(GetState, "/vla_edge/get_state", GetState.Request()).current_state.label)
+
+    def trigger(self, name: str) -> tuple[bool, str]:
+        answer = self.call(Trigger, f"/vla_edge/{name}", Trigger.Request())
+        return answer.success, answer.message
+
+    def bring_up(self) -> None:
+        assert self.change("configure") and self.change("activate"), self.log.read_text()
+        self.wait(lambda: len(self.commands()) > 5 and self.statuses, 20.0, "commands")
+
+    def send_goal(self, instruction: str) -> object:
+        self.wait(self.tasks.server_is_ready, 20.0, "the action server")
+        future = self.tasks.send_goal_async(RunTask.Goal(instruction=instruction),
+                                            feedback_callback=lambda message: self.feedback.append(message.feedback))
+        self.wait(future.done, 10.0, "answer to the goal")
+        return future.result()
+
+    def result_of(self, handle: object, timeout_s: float = 10.0) -> tuple[int, object]:
+        future = handle.get_result_async()
+        self.wait(future.done, timeout_s, "the result")
+        return future.result().status, future.result().result
+
+    def rearm(self) -> None:
+        """Re-arm, again and again: on a busy machine any process may stall for a moment."""
+        answers: list[tuple[bool, str]] = []
+
+        def armed() -> bool:
+            if self.statuses and self.statuses[-1].rearm_ready:
+                answers.append(self.trigger("rearm"))
+            return bool(answers) and answers[-1][0]
+
+        self.wait(armed, 20.0, f"armed {answers[-1:]}")
+
+    def start_moving(self, speed: float = 0.05) -> object:
+        self.direction[:7] = speed
+        handle = self.send_goal(INSTRUCTION)
+        assert handle.accepted
+        self.rearm()
+        self.wait_moving()
+        return handle
+
+    def wait_moving(self) -> None:
+        """Until the arm has two thirds of the speed that the cloud asks for."""
+        self.wait(lambda: self.speed() > 4.0 * abs(self.direction[0]), 10.0, "moving")
+
+    def close(self) -> None:
+        for process in (self.edge, self.driver):
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(6.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        self._stop.set()
+        self._thread.join(2.0)
+        self.tasks.destroy()
+        self.executor.shutdown(timeout_sec=1.0)
+        self.node.destroy_node()
+        self.context.try_shutdown()
+        self.bus.close()
+        self.cloud.close()
