@@ -1,12 +1,15 @@
 """Which bus the settings ask for; what needs ROS is imported only then, and says what to do where there is none."""
 
+import logging
 import sys
 
 import pytest
 
 from vla_common.config import ConfigError
 from vla_common.joint_command import command_template
+from vla_common.topics import topic_spec
 from vla_common.zenoh_session import Bus
+from vla_edge.adapters.ros_bus import RosPublisher
 from vla_edge.config import EdgeConfig, RosConfig, load_edge_config
 from vla_edge.robot_bus import BusError, check_robot_bus, command_spec, image_spec, open_robot_bus, ros_prefix
 
@@ -82,3 +85,19 @@ def test_settings_that_do_not_go_together():
 def test_settings_survive_the_way_to_a_child():
     settings = config("bus=ros:lab", "ros.command_output=joint_trajectory", "ros.remap=['/a:=/b','/c:=/d']")
     assert EdgeConfig.from_json(settings.to_json()) == settings
+
+
+def test_a_sample_that_the_middleware_does_not_take_is_dropped_and_counted(caplog):
+    """A motor process must not end because Fast DDS gave up waiting on an overloaded machine."""
+    class Refusing:
+        def publish(self, payload):
+            raise RuntimeError("Failed to publish: cannot publish data")
+
+    publisher = RosPublisher(topic_spec("joint_command"), "/arm1/joint_command", Refusing())
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            publisher.put(b"")
+    assert publisher.failed == 3 and len(caplog.records) == 1 and "DEGRADED" in caplog.text
+    publisher.closed.set()
+    with pytest.raises(BusError, match="closed"):
+        publisher.put(b"")
