@@ -58,7 +58,7 @@ class RosPublisher:
 
         A sample that the middleware does not take (on an overloaded machine Fast DDS gives up waiting for its own
         threads) is dropped and counted in ``failed``: the next one is due soon, and whoever waits for samples has a
-        time-out. The motor process must not end for it.
+        time-out. The motor process must not end for it, nor write a log in its loop: :meth:`close` tells.
 
         Raises:
             BusError: the bus is closed.
@@ -68,11 +68,16 @@ class RosPublisher:
         self.sequence += 1
         try:
             self._publisher.publish(payload)
-        except Exception as error:  # rclpy raises RCLError, a type of its extension module
+        except Exception:  # rclpy raises RCLError, a type of its extension module
             self.failed += 1
-            if self.failed == 1:
-                LOG.error("DEGRADED: a sample of %s was not sent (%s); more of the same are only counted",
-                          self.spec.name, error)
+
+    def close(self) -> None:
+        """Refuse everything from now on, and say how many samples were not sent. More than once."""
+        if not self.closed.is_set():
+            self.closed.set()
+            if self.failed:
+                LOG.error("%d of %d samples of %s were not sent by ROS: take load off this machine, and use "
+                          "config/fastdds.xml", self.failed, self.sequence, self.spec.name)
 
 
 class RosSubscriber:
@@ -179,10 +184,7 @@ class RosBus:
             return
         self._closed = True
         for endpoint in self._endpoints:
-            if isinstance(endpoint, RosSubscriber):
-                endpoint.close()
-            else:
-                endpoint.closed.set()
+            endpoint.close()
         self._node.destroy_node()
         self._context.try_shutdown()
 
