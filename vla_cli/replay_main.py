@@ -84,6 +84,8 @@ def read(paths: Sequence[Path], config_file: Path | None = None, robot_file: Pat
         raise TraceError(f"{paths[0]} does not hold the robot file: give --robot of that run")
     builder, refused, robots = TraceBuilder(), 0, set()
     by_topic = {topic_spec(name).topic(config.robot_id): name for name in TOPICS}
+    if config.is_ros:  # a driver's own stamps, names and order; measured_joints are those that the edge took
+        del by_topic[topic_spec("joint_states").topic(config.robot_id)]
     for message in messages:
         robots.add(message.topic.rpartition("/")[0].strip("/"))
         if message.topic in by_topic:

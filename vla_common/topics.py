@@ -107,6 +107,9 @@ TOPICS: Final[dict[str, TopicSpec]] = {
         TopicSpec(
             "motor_ticks", "/{robot}/motor_ticks", _vla("MotorTicks"), "bus", 10, 5.0, "data_low", "reliable", 100
         ),
+        TopicSpec(
+            "measured_joints", "/{robot}/measured_joints", _JOINT_STATE, "bus", 0, 5.0, "data_low", "reliable", 10
+        ),
         TopicSpec("policy_status", "/{robot}/policy_status", _vla("PolicyStatus"), "bus", 10, 0.5),
         TopicSpec("action_chunk", "/{robot}/action_chunk", _vla("ActionChunk"), "bus", 20, 0.5, "data", "reliable", 20),
         TopicSpec("task_status", "/{robot}/task_status", _vla("TaskStatus"), "bus", 10, 0.5),

@@ -89,11 +89,14 @@ class IoConfig:
     uplink_local_instructions: bool = False
     estop_topic: Literal["off", "watch", "require"] = "watch"
     estop_silence_s: float = 0.5
+    camera_window_s: float = 0.05
 
     def __post_init__(self) -> None:
         """Check ranges."""
         if min(self.poll_s, self.status_hz, self.ticks_hz, self.estop_silence_s) <= 0.0:
             raise ValueError("poll_s, status_hz, ticks_hz and estop_silence_s must be positive")
+        if not 0.0 <= self.camera_window_s <= 0.5:
+            raise ValueError(f"camera_window_s must be 0 .. 0.5 (an image's largest age), got {self.camera_window_s}")
 
     @property
     def estop_required_within_s(self) -> float | None:

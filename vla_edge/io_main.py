@@ -19,7 +19,7 @@ from vla_common.zenoh_session import Bus, Received, open_bus
 from vla_edge.child import Child, main_exit, run
 from vla_edge.core.arrival import Arrivals, JointReader, MonotonicStamps, ReceiveInstants
 from vla_edge.core.local_motion import is_home_phrase
-from vla_edge.images import ImageIn
+from vla_edge.images import Cameras
 from vla_edge.io_status import StatusOut
 from vla_edge.robot_bus import RobotBus, open_robot_bus
 
@@ -44,8 +44,6 @@ class IoLoop:
         self._instruction_in = bus.latest("instruction", robot)
         self._commands_in = bus.queue("shield_command", robot, capacity=16)
         self._estop_in = None if config.io.estop_topic == "off" else bus.queue("estop", robot, capacity=16)
-        self._images_in = {camera: ImageIn(config, bus, camera) for camera in cameras}
-        self._images: dict[str, Any] = {}
         self._observation_out = cloud.publisher("observation", robot)
         self._session = secrets.token_hex(8)
         self._observations = 0
@@ -53,9 +51,10 @@ class IoLoop:
         self._joints, self._beat = self._memory.blank("joints"), self._memory.blank("io")
         self._control = self._memory.blank("control")
         self._seen_commands: dict[bytes, int] = {}
-        self._requests: queue.SimpleQueue[Literal["rearm", "estop"]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Literal["rearm", "estop"], str]] = queue.SimpleQueue()
         self.accepts_rearm = True
         self._rejects, self._rejects_told = Counters(), dict[str, int]()
+        self._cameras = Cameras(config, bus, cameras, self._instant_ns, self._rejects, self._clock.monotonic_ns())
         self.out = StatusOut(child, bus, self._rejects, self._resume())
         self._status_due_ns = self._ticks_due_ns = self._watch_due_ns = 0
 
@@ -78,6 +77,11 @@ class IoLoop:
         """What was refused so far, by name."""
         return self._rejects.snapshot()
 
+    @property
+    def cameras(self) -> str:
+        """What is wrong with the cameras in words, or empty."""
+        return self._cameras.describe(self._clock.monotonic_ns())
+
     def turn(self) -> None:
         """Do what is due."""
         now_ns = self._clock.monotonic_ns()
@@ -86,7 +90,10 @@ class IoLoop:
         self._take_estop()
         self._take_joints()
         self._take_instruction()
-        self._take_images()
+        images = self._cameras.turn(self._clock.monotonic_ns())
+        self.out.cameras = self._cameras.state
+        if images is not None:
+            self._send_observation(images)
         if now_ns >= self._ticks_due_ns:
             self._ticks_due_ns = now_ns + round(NS / self._config.ticks_hz)
             self.out.publish_ticks(now_ns)
@@ -122,14 +129,16 @@ class IoLoop:
             self._rejects.add(f"{topic}_{self._arrivals.rejected}")
         return found
 
-    def request(self, what: Literal["rearm", "estop"]) -> None:
-        """A re-arm or a stop from another thread of this process; carried out in the next turn."""
-        self._requests.put(what)
+    def request(self, what: Literal["rearm", "estop"], why: str = "") -> None:
+        """A re-arm or a stop from another thread of this process; carried out in the next turn. ``why``: of a stop that
+        is not an emergency, such as "the goal was cancelled"."""
+        self._requests.put((what, why))
 
     def _take_commands(self) -> None:
         before = (int(self._control["rearm"]), int(self._control["estop"]))
         while not self._requests.empty():
-            self._obey(self._requests.get())
+            what, why = self._requests.get()
+            self._obey(what, why)
         while (received := self._commands_in.try_recv()) is not None:
             message = self._decoded("ShieldCommand", received, "shield_command")
             if message is None:
@@ -150,11 +159,13 @@ class IoLoop:
         if before != (int(self._control["rearm"]), int(self._control["estop"])):
             self._memory.write("control", self._control)
 
-    def _obey(self, what: Literal["rearm", "estop"]) -> None:
+    def _obey(self, what: Literal["rearm", "estop"], why: str = "") -> None:
         if what == "rearm" and not self.accepts_rearm:
             self._rejects.add("rearm_not_active")
             return
         self._control[what] += 1
+        if what == "estop":
+            self.out.say_why_stopped(why)
 
     def _take_estop(self) -> None:
         """Level of the emergency stop input. The message has no stamp, so it counts from when it was received; the
@@ -191,6 +202,8 @@ class IoLoop:
         self._joints["sequence"] += 1
         self._joints["stamp_ns"] = instant_ns
         self._joints["position"], self._joints["velocity"] = found
+        if self.out.measured is not None:
+            self.out.measured.take(instant_ns, found[0])
         self._memory.write("joints", self._joints)
 
     def _take_instruction(self) -> None:
@@ -199,41 +212,15 @@ class IoLoop:
         if message is not None:
             self._instruction = str(message.data)
 
-    def _take_images(self) -> None:
-        is_new = False
-        for camera, source in self._images_in.items():
-            received = source.try_recv(self._clock.monotonic_ns())
-            if received is None:
-                continue
-            try:
-                message = source.decode(received.payload)
-            except ValueError as error:
-                self._rejects.add(f"image_{error}")
-                continue
-            except WireError as error:
-                self._rejects.add(f"image_{error.cause}")
-                continue
-            instant_ns = self._instant_ns("image", stamp_ns(message.header), received.received_ns, camera)
-            if instant_ns is not None:
-                message.header = make_header(instant_ns, camera)
-                self._images[camera] = message
-                is_new = True
-        if is_new and len(self._images) == len(self._images_in):
-            self._send_observation(self._clock.monotonic_ns())
-
-    def _send_observation(self, now_ns: int) -> None:
+    def _send_observation(self, images: list[Any]) -> None:
         instruction = normalise_instruction(self._instruction)
         local = not instruction or is_home_phrase(instruction, self._child.config.policy.home_phrases)
         if local and not self._config.uplink_local_instructions:
             return
-        images = [self._images[camera] for camera in self._images_in]
-        # With several cameras the observation is as old as its oldest image.
-        stamp = min(stamp_ns(image.header) for image in images)
         if self._joints["sequence"] == 0:
             return
-        if now_ns - stamp > topic_spec("image").max_age_s * NS:  # of a camera that fell behind the others
-            self._rejects.add("image_stale")
-            return
+        # With several cameras the observation is as old as its oldest image.
+        stamp = min(stamp_ns(image.header) for image in images)
         self._observation_out.put(encode(new(
             "Observation", header=make_header(stamp), session=self._session, sequence=self._observations,
             instruction=self._instruction, joint_names=self._names,

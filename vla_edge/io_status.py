@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import Final
 
 import numpy as np
@@ -29,9 +30,38 @@ from vla_edge.robot_bus import RobotBus
 LOG = logging.getLogger(__name__)
 
 NS: Final = 1_000_000_000
+HELD_MEASUREMENTS: Final = 256
+"""Of 5 ms each at least: longer than ticks wait to be published."""
 TICK_FIELDS: Final = ("lateness_ns", "work_ns", "missed", "state", "reason", "segment", "chunk_sequence",
                       "offered_sequence", "offered_verdict", "measured_stamp_ns", "rearms", "estops",
                       "estop_presses", "estop_input")
+
+
+class MeasuredOut:
+    """Publishes the joint states that decided where a command stream went on, those at a re-arm or a stall, as they
+    were taken: a recording of ROS topics holds the driver's stamps and order, which a replay cannot use."""
+
+    def __init__(self, bus: RobotBus, robot: str, names: list[str]) -> None:
+        """Announce."""
+        self._out, self._names = bus.publisher("measured_joints", robot), names
+        self._held: deque[tuple[int, Record]] = deque(maxlen=HELD_MEASUREMENTS)
+        self._before = (-1, -1)
+
+    def take(self, instant_ns: int, position: Record) -> None:
+        """A joint state that the motor process may use from now on: float64[joints], kept without a copy."""
+        self._held.append((instant_ns, position))
+
+    def publish(self, ticks: Record) -> None:
+        """Those that these ticks used."""
+        for rearms, segment, stamp in zip(ticks["rearms"].tolist(), ticks["segment"].tolist(),
+                                          ticks["measured_stamp_ns"].tolist(), strict=True):
+            if (rearms, segment) == self._before:
+                continue
+            self._before = (rearms, segment)
+            position = next((position for instant_ns, position in self._held if instant_ns == stamp), None)
+            if position is not None:
+                self._out.put(encode(new("sensor_msgs/JointState", header=make_header(stamp), name=self._names,
+                                         position=position)))
 
 
 class StatusOut:
@@ -41,6 +71,8 @@ class StatusOut:
         cursor: next tick of the log to publish.
         reason, rearm_ready: as last published; why a re-arm would be refused, and whether it would be accepted.
         cause: what keeps the robot from moving, or empty.
+        measured: of the joint states that were used; only on ROS.
+        cameras: set by the owner: name of what is wrong with the cameras, or empty.
     """
 
     def __init__(self, child: Child, bus: RobotBus, rejects: Counters, cursor: int) -> None:
@@ -48,6 +80,7 @@ class StatusOut:
         robot = child.config.robot_id
         self._memory, self._names, self._rejects = child.memory, list(child.limits.names), rejects
         self._status_out, self._ticks_out = bus.publisher("shield_status", robot), bus.publisher("motor_ticks", robot)
+        self.measured = MeasuredOut(bus, robot, self._names) if child.config.is_ros else None
         self._rules = child.config.supervisor
         self._began_ns = child.clock.monotonic_ns()
         self._watch = TickWatch(self._rules.motor_hang_s, self._began_ns)
@@ -56,12 +89,20 @@ class StatusOut:
         self._lateness_s = Histogram(3000)
         self._logged: tuple[object, ...] = ()
         self.cursor = cursor
-        self.reason, self.rearm_ready, self.cause = NOT_STARTED, False, ""
+        self.reason, self.rearm_ready, self.cause, self.cameras = NOT_STARTED, False, "", ""
+        self._why_stopped = ""
 
     @property
     def tick(self) -> tuple[Tick, float, float]:
         """What the motor clock does, for how long it has been silent, and its p99 lateness; seconds."""
         return self._watch.state, self._watch.silent_s, self._lateness_s.summary().p99
+
+    def say_why_stopped(self, why: str) -> None:
+        """A stop was asked for: because of ``why``, or as an emergency if it is empty. A robot that already stands goes
+        on saying why it does."""
+        found = self._memory.read("motor")
+        if not why or (found is not None and int(found[1]["state"]) in (State.NOMINAL, State.COASTING)):
+            self._why_stopped = why
 
     def publish_ticks(self, now_ns: int) -> None:
         """Every tick since the last call, each once."""
@@ -73,6 +114,8 @@ class StatusOut:
         ticks: Record = np.frombuffer(b"".join(records), dtype=self._memory.dtypes["ticks"])
         for lateness_ns in ticks["lateness_ns"]:
             self._lateness_s.record(float(lateness_ns) / NS)
+        if self.measured is not None:
+            self.measured.publish(ticks)
         self._ticks_out.put(encode(new(
             "MotorTicks", header=make_header(now_ns), joints=len(self._names), tick=ticks["tick"],
             command=ticks["position"], **{name: ticks[name] for name in TICK_FIELDS})))
@@ -94,7 +137,7 @@ class StatusOut:
         policy = self._policy(now_ns)
         can_plan = policy is not None and policy.can_plan
         cause = self._find_cause(reason, motor, joints_age_s, policy, now_ns)
-        text = operator_text(state, reason, verdict, can_plan, cause)
+        text = operator_text(state, reason, verdict, can_plan, cause, self._why_stopped)
         hangs = self._watch.state is Tick.HANGS and reason is not Reason.SHUTDOWN
         if hangs:
             text, verdict = f"{NOT_TICKING} ({self._watch.silent_s:.1f} s)", Rearm.NOT_HOLDING
@@ -133,7 +176,7 @@ class StatusOut:
                     now_ns: int) -> str:
         """What is wrong now; after chunks ran out also what was found wrong then, once it is no more."""
         refused = self._refusals.look(int(motor["accepted"]), motor["rejects"].tolist(), now_ns)
-        now = culprit(joints_age_s, policy, refused)
+        now = culprit(joints_age_s, policy, refused, self.cameras)
         if reason not in RUN_OUT or reason is not self._cause_of:
             self._cause = ""
         self._cause_of = reason

@@ -145,7 +145,7 @@ class EdgeNode(LifecycleNode):
         self._session.accept_rearms(False)
         if self._fault:
             return ERROR
-        stopped = self._session.stop_damped(STOP_TIMEOUT_S)
+        stopped = self._session.stop_damped(STOP_TIMEOUT_S, "the node was deactivated")
         self._goals.detach("the node was deactivated")
         return SUCCESS if stopped else ERROR
 

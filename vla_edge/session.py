@@ -153,9 +153,10 @@ class EdgeSession:
             return True, "braking; the robot will hold until it is re-armed"
         return False, "THE MOTOR PROCESS DOES NOT ANSWER: use the robot's own stop"
 
-    def stop_damped(self, timeout_s: float) -> bool:
-        """Stop and wait until the robot holds at rest; False if it does not within the time."""
-        self._io.request("estop")
+    def stop_damped(self, timeout_s: float, why: str) -> bool:
+        """Stop and wait until the robot holds at rest; False if it does not within the time. ``why`` is what the status
+        then says, such as "the goal was cancelled"."""
+        self._io.request("estop", why)
         if self.motor is None:  # it has not begun, so nothing moves
             return True
         rests = self._wait(lambda motor: int(motor["state"]) == State.HOLDING and not np.any(motor["velocity"]),
@@ -207,7 +208,7 @@ class EdgeSession:
         return GoalView(
             self._clock.monotonic_ns(), State.HOLDING if motor is None else State(int(motor["state"])), self.reason,
             None if motor is None else motor["position"], None if motor is None else motor["velocity"],
-            self._io.instruction, self._judged)
+            self._io.instruction, self._judged, 0 if motor is None else int(motor["stops"]))
 
     def findings(self) -> list[Finding]:
         """For diagnostics."""
@@ -216,7 +217,7 @@ class EdgeSession:
         joints = self.memory.read("joints")
         age_s = None if joints is None else (self._clock.monotonic_ns() - int(joints[1]["stamp_ns"])) / NS_PER_S
         return [shield_finding(motor, out.reason), clock_finding(motor, tick, silent_s, late_s),
-                policy_finding(self.policy(), out.cause), inputs_finding(age_s, self._io.rejects())]
+                policy_finding(self.policy(), out.cause), inputs_finding(age_s, self._io.rejects(), self._io.cameras)]
 
     # ------------------------------------------------------------------ the end
 

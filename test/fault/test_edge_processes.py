@@ -205,3 +205,20 @@ def test_a_killed_supervisor_leaves_nothing_behind(make_rig):
     rig.edge, seen = rig.start_edge(), len(rig.commands)
     rig.wait(lambda: len(rig.commands) > seen, 20.0, "commands of the edge after that")
     assert len(rig.memory_files()) == 1 and left not in rig.memory_files()
+
+
+def test_a_camera_that_falls_silent_is_named_in_status_and_log(make_rig):
+    rig = make_rig()
+    start_moving(rig)
+    first = len(rig.commands)
+    rig.camera_sends = False
+    wait_held(rig)
+    rig.wait(lambda: "no context from the cloud for" in rig.statuses[-1].reason, 5.0, "the reason")
+    assert "(camera_missing_front)" in rig.statuses[-1].reason and not rig.statuses[-1].rearm_ready
+    check_limits(rig, first)
+    told = rig.log.read_text().count("camera_missing_front: no image that can be used for 0.")
+    assert told == 1 and rig.edge.poll() is None
+    rig.camera_sends = True
+    rig.wait(lambda: rig.statuses[-1].rearm_ready, 5.0, "fresh contexts")
+    assert "images of all cameras come again: front" in rig.log.read_text()
+    start_moving(rig)

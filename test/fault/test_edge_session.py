@@ -68,7 +68,7 @@ def start_moving(rig):
 
 
 def test_operators_of_a_session(rig):
-    assert rig.session.stop_damped(0.1)  # nothing has begun, nothing moves
+    assert rig.session.stop_damped(0.1, "why")  # nothing has begun, nothing moves
     start(rig)
     assert rig.session.rearm() == (False, "refused: the node is not active")
     start_moving(rig)
@@ -78,8 +78,11 @@ def test_operators_of_a_session(rig):
     taken, words = rig.session.rearm()
     assert not taken and "only a robot that holds" in words
 
-    assert rig.session.stop_damped(2.0)
+    assert rig.session.stop_damped(2.0, "a test wants it")
     assert not rig.session.motor["velocity"].any() and int(rig.session.motor["state"]) == HOLDING
+    rig.wait(lambda: rig.session.reason.startswith("stopped, a test wants it"), 2.0, "the reason")
+    assert rig.session.estop()[0]  # of a robot that stands already: an emergency from now on
+    rig.wait(lambda: rig.session.reason.startswith("emergency stop by the operator"), 2.0, "the reason")
     held = rig.session.motor["position"].copy()
     sleep_s(CLOCK, 0.2)
     np.testing.assert_array_equal(rig.session.motor["position"], held)
@@ -113,7 +116,7 @@ def test_a_motor_process_that_hangs_is_told_and_killed(rig):
     rig.wait(lambda: rig.session.findings()[1].level.name == "ERROR", 5.0, "hangs")
     assert rig.session.look() == ""  # it may come back
     assert rig.session.estop() == (False, "THE MOTOR PROCESS DOES NOT ANSWER: use the robot's own stop")
-    assert not rig.session.stop_damped(0.3)
+    assert not rig.session.stop_damped(0.3, "why")
     rig.session.stop()
     assert not alive(pid)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -220,6 +221,10 @@ class RosRig:
     def wait_moving(self) -> None:
         """Until the arm has two thirds of the speed that the cloud asks for."""
         self.wait(lambda: self.speed() > 4.0 * abs(self.direction[0]), 10.0, "moving")
+
+    def toggle_camera(self) -> None:
+        """The robot's camera falls silent, or comes back."""
+        self.driver.send_signal(signal.SIGUSR1)
 
     def close(self) -> None:
         for process in (self.edge, self.driver):

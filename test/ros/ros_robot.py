@@ -1,12 +1,13 @@
 """A fake ROS robot in a process of its own: joint states that follow the commands, a camera, and a log of every command.
 
 Joint states hold an extra joint, in another order than the robot file's, and are stamped with the wall clock, as ROS
-drivers do. Each command is appended to the log as it is received: instant (CLOCK_MONOTONIC, ns), stamp, positions and
+drivers do. SIGUSR1 stops the camera, and starts it again. Each command is appended to the log as it is received: instant (CLOCK_MONOTONIC, ns), stamp, positions and
 speeds, 2 + 2 n doubles.
 """
 
 import argparse
 import io
+import signal
 import time
 
 import numpy as np
@@ -27,6 +28,8 @@ class Robot(Node):
         super().__init__("robot_driver", enable_rosout=False, start_parameter_services=False)
         self.names, self.position = options.names.split(","), np.array([float(q) for q in options.position.split(",")])
         self.without, self.image = options.without, options.image
+        self.is_silent = False
+        signal.signal(signal.SIGUSR1, self.toggle_camera)
         self.log = open(options.log, "ab", buffering=0)
         self.joints_out = self.create_publisher(JointState, options.joints, qos_profile_sensor_data)
         kind = CompressedImage if options.image == "jpeg" else Image
@@ -59,7 +62,12 @@ class Robot(Node):
         message.header.stamp = self.get_clock().now().to_msg()
         self.joints_out.publish(message)
 
+    def toggle_camera(self, *_):
+        self.is_silent = not self.is_silent
+
     def send_image(self):
+        if self.is_silent:
+            return
         pixels = np.zeros((24, 32, 3), np.uint8)
         pixels[:, :16] = (255, 0, 0)
         if self.image == "jpeg":

@@ -37,7 +37,8 @@ def trace():
     return motor, trace_of(motor)
 
 
-def write(path, trace, robot="arm1", described=True, settings=None, first=0, last=None):
+def write(path, trace, robot="arm1", described=True, settings=None, first=0, last=None,
+          joints="joint_states"):
     """A recording as the recorder makes it, without the processes."""
     motor, trace = trace
     recorder = McapRecorder(path)
@@ -50,8 +51,8 @@ def write(path, trace, robot="arm1", described=True, settings=None, first=0, las
     for chunk in trace.chunks:
         put("action_chunk", chunk_message(chunk, trace.deadline_ns(chunk.base_tick)), "ActionChunk")
     for stamp, position in trace.measured.items():
-        put("joint_states", new("sensor_msgs/JointState", header=make_header(stamp), name=list(LIMITS.names),
-                                position=position), "sensor_msgs/JointState")
+        put(joints, new("sensor_msgs/JointState", header=make_header(stamp), name=list(LIMITS.names),
+                        position=position), "sensor_msgs/JointState")
     ticks = trace.ticks[first:last]
     for part in np.array_split(ticks, 7):
         fields = {name: part[name] for name in part.dtype.names}
@@ -69,6 +70,18 @@ def test_identical(trace, tmp_path, capsys):
     assert main([str(write(tmp_path / "a.mcap", trace))]) == 0
     text = capsys.readouterr().out
     assert "identical, bit by bit" in text and "101 ticks replayed" in text
+
+
+def test_on_ros_the_joint_states_that_the_edge_took_are_used(trace, tmp_path, capsys):
+    """A driver's own may have any stamps, and joints in any order."""
+    settings = trace[0].config.to_json().replace('"bus": "tcp/127.0.0.1:7447"', '"bus": "ros"')
+    assert '"bus": "ros"' in settings
+    assert main([str(write(tmp_path / "a.mcap", trace, settings=settings))]) == 0
+    text = capsys.readouterr().out
+    assert "measurement at a re-arm" in text and "101 ticks replayed" not in text
+    assert main([str(write(tmp_path / "b.mcap", trace, settings=settings, joints="measured_joints"))]) == 0
+    text = capsys.readouterr().out
+    assert "identical, bit by bit" in text and "101 ticks replayed" in text and "missing in" not in text
 
 
 def test_several_files_of_one_run_are_one(trace, tmp_path, capsys):

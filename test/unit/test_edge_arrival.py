@@ -103,6 +103,14 @@ def test_joints_by_name_are_refused_by_name(names, position, why):
     assert reader.read(names, np.array(position), np.zeros(0)) is None and reader.rejected == why
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("speeds", [1, 2, 4])
+def test_speeds_that_are_not_one_for_each_name_are_refused(by_name, speeds):
+    reader = JointReader(NAMES, by_name)
+    assert reader.read(NAMES, np.ones(3), np.zeros(speeds)) is None and reader.rejected == "velocity"
+    assert reader.read(NAMES, np.ones(3), np.zeros(0)) is not None and reader.rejected == ""
+
+
 def test_joints_in_order():
     reader = JointReader(NAMES, by_name=False)
     for names in (["b", "a", "grip"], [*NAMES, "x"], ["a"]):

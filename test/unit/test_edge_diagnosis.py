@@ -51,3 +51,12 @@ def test_the_policy(changes, level, message):
 def test_the_inputs():
     assert inputs_finding(0.01, {"image_stale": 3}).values["refused image_stale"] == "3"
     assert inputs_finding(0.01, {}).level is Level.OK and inputs_finding(0.5, {}).level is Level.ERROR
+    assert inputs_finding(0.01, {}).values["cameras"] == "ok"
+
+
+@pytest.mark.parametrize("joints_age_s, message", [
+    (0.01, "camera_missing_front: no image yet"), (0.5, "no fresh joint state from the robot for 0.5 s"),
+    (None, "no joint state was taken yet: check the driver, its topic and names")])
+def test_cameras_are_named_whatever_else_is_wrong(joints_age_s, message):
+    found = inputs_finding(joints_age_s, {}, "camera_missing_front: no image yet")
+    assert (found.level, found.message, found.values["cameras"]) == (Level.ERROR, message, "camera_missing_front")

@@ -146,6 +146,9 @@ NOT_READY = {"ready": False, "context_age_s": 0.8}
 ])
 def test_the_culprit_is_named(joints_age_s, health, chunks, text):
     assert culprit(joints_age_s, health, chunks) == text
+    # A camera explains why no context comes, and nothing else.
+    found = culprit(joints_age_s, health, chunks, "camera_missing_front")
+    assert found == (f"{text} (camera_missing_front)" if text.startswith("no context") else text)
 
 
 def test_every_name_fits_the_record():
@@ -218,6 +221,15 @@ CLOUD = "no context from the cloud for 0.8 s"
 ])
 def test_the_operator_is_told_in_one_line(state, reason, verdict, can_plan, cause, text):
     assert operator_text(state, reason, verdict, can_plan, cause) == text
+
+
+def test_a_stop_that_was_asked_for_is_no_emergency():
+    why = "the goal was cancelled"
+    assert operator_text(State.BRAKING, Reason.ESTOP, Rearm.NOT_HOLDING, True, "", why) == (
+        "stopped, the goal was cancelled: re-arm to go on")
+    assert operator_text(HOLD, Reason.ESTOP, Rearm.ACCEPTED, False, "no plan", why) == (
+        "stopped, the goal was cancelled: re-arm to go on; not ready: no plan")
+    assert operator_text(HOLD, Reason.QUEUE_EMPTY, Rearm.ACCEPTED, True, "", why) == REASON_TEXT[Reason.QUEUE_EMPTY]
 
 
 def test_texts_are_short():

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vla_common import messages, wire
-from vla_edge.adapters.ros_image import ImageRefused, to_jpeg
+from vla_edge.adapters.ros_image import ImageRefused, check, to_jpeg
 
 H, W = 32, 48
 
@@ -47,11 +47,12 @@ def test_grey():
 
 
 @pytest.mark.parametrize("encoding, cause", [("16UC1", "encoding_16UC1"), ("32FC1", "encoding_32FC1"),
-                                             ("bayer_rggb8", "encoding_bayer_rggb8"), ("x" * 1000, "encoding_unknown")])
+                                             ("bayer_rggb8", "encoding_bayer_rggb8"), ("yuv422", "encoding_yuv422"), ("x" * 1000, "encoding_unknown")])
 def test_other_encodings_are_refused_by_name(encoding, cause):
-    with pytest.raises(ImageRefused) as error:
-        to_jpeg(message(encoding, np.zeros((4, 4, 2), np.uint8)), 92)
-    assert error.value.cause == cause
+    for act in (check, lambda image: to_jpeg(image, 92)):
+        with pytest.raises(ImageRefused) as error:
+            act(message(encoding, np.zeros((4, 4, 2), np.uint8)))
+        assert error.value.cause == cause
 
 
 @pytest.mark.parametrize("changes", [{"height": 31}, {"height": 0}, {"width": 49}, {"step": 143}, {"height": 2**31},

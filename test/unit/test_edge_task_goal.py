@@ -15,8 +15,8 @@ def goal(text="Touch the  red cube"):
 
 
 def view(state=State.NOMINAL, now_s=0.0, position=AWAY, velocity=STILL, heard="touch the red cube", reason="why",
-         judged=("", "")):
-    return GoalView(round(now_s * NS), state, reason, position, velocity, heard, judged)
+         judged=("", ""), stops=0):
+    return GoalView(round(now_s * NS), state, reason, position, velocity, heard, judged, stops)
 
 
 def test_it_goes_on_until_something_ends_it():
@@ -34,6 +34,13 @@ def test_holding_ends_it_only_after_it_acted():
     assert one.look(view(State.BRAKING)) is None
     end = one.look(view(State.HOLDING, reason="chunks ran out: no context"))
     assert (end.success, end.message) == (False, "the robot stopped: chunks ran out: no context")
+
+
+def test_a_stop_between_two_looks_ends_it():
+    one = goal()
+    assert one.look(view(State.HOLDING, stops=3)) is None and one.look(view(State.HOLDING, stops=3)) is None
+    end = one.look(view(State.HOLDING, stops=4, reason="emergency stop"))
+    assert (end.success, end.message) == (False, "the robot stopped: emergency stop")
 
 
 @pytest.mark.parametrize("heard, words", [("touch the blue cube", "another instruction was given on the topic: 'touch"),

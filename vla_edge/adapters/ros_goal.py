@@ -103,7 +103,7 @@ class GoalServer:
         if self._running is None or self._running[2].done():
             return
         assert self._session is not None
-        if stop and not self._session.stop_damped(STOP_TIMEOUT_S):
+        if stop and not self._session.stop_damped(STOP_TIMEOUT_S, f"the goal ended: {outcome.message}"):
             outcome = Outcome(False, f"{outcome.message}; THE ROBOT DID NOT COME TO REST: use its own stop")
         self._session.say(None)
         self._running[2].set_result(outcome)

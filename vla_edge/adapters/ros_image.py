@@ -27,12 +27,11 @@ class ImageRefused(ValueError):
         self.cause = cause
 
 
-def to_jpeg(message: Any, quality: int) -> Any:
-    """``sensor_msgs/CompressedImage`` of a ``sensor_msgs/Image``.
+def check(message: Any) -> None:
+    """Refuse an image that :func:`to_jpeg` could not convert.
 
     Args:
-        message: rgb8, bgr8 or mono8; rows may be padded (``step``). quality: JPEG quality, 1 .. 100. Colour is not
-            subsampled: it tells objects apart.
+        message: ``sensor_msgs/Image``.
 
     Raises:
         ImageRefused: another encoding (depth images among them), or sizes that do not agree.
@@ -44,6 +43,21 @@ def to_jpeg(message: Any, quality: int) -> Any:
     depth = ENCODINGS[encoding]
     if not (0 < height * width <= MAX_PIXELS) or step < width * depth or message.data.size != step * height:
         raise ImageRefused("size")
+
+
+def to_jpeg(message: Any, quality: int) -> Any:
+    """``sensor_msgs/CompressedImage`` of a ``sensor_msgs/Image``.
+
+    Args:
+        message: rgb8, bgr8 or mono8; rows may be padded (``step``). quality: JPEG quality, 1 .. 100. Colour is not
+            subsampled: it tells objects apart.
+
+    Raises:
+        ImageRefused: see :func:`check`.
+    """
+    check(message)
+    encoding, height, width, step = str(message.encoding), int(message.height), int(message.width), int(message.step)
+    depth = ENCODINGS[encoding]
     rows = np.asarray(message.data, np.uint8).reshape(height, step)[:, :width * depth]
     pixels = rows if depth == 1 else rows.reshape(height, width, 3)[..., ::-1 if encoding == "bgr8" else 1]
     buffer = io.BytesIO()

@@ -113,7 +113,8 @@ class JointReader:
     """Positions and speeds of the robot's joints out of a joint state.
 
     Attributes:
-        rejected: why the last one was refused: ``names``, ``missing_<joint>`` or ``position``.
+        rejected: why the last one was refused: ``names``, ``missing_<joint>``, ``twice_<joint>``, ``position`` or
+            ``velocity``.
     """
 
     def __init__(self, names: Sequence[str], by_name: bool) -> None:
@@ -134,7 +135,7 @@ class JointReader:
 
         Returns:
             None if it is refused: a joint is missing or named twice, there is not one position for each name, or one
-            of the robot's own is not finite.
+            of the robot's own is not finite; speeds are there, but not one for each name.
         """
         self.rejected = self._find(list(names))
         if self.rejected:
@@ -146,7 +147,10 @@ class JointReader:
         if not np.isfinite(chosen).all():
             self.rejected = "position"
             return None
-        speed = velocity[self._columns] if velocity.size == len(names) else np.zeros(len(chosen))
+        if velocity.size not in (0, len(names)):
+            self.rejected = "velocity"
+            return None
+        speed = velocity[self._columns] if velocity.size else np.zeros(len(chosen))
         return chosen, np.nan_to_num(speed, nan=0.0, posinf=0.0, neginf=0.0) if self._by_name else speed
 
     def _find(self, names: list[str]) -> str:

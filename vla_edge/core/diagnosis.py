@@ -69,12 +69,21 @@ def policy_finding(policy: PolicyHealth | None, cause: str) -> Finding:
     return Finding("policy", Level.OK, "can plan", values)
 
 
-def inputs_finding(joints_age_s: float | None, rejects: dict[str, int]) -> Finding:
-    """Of what comes in. ``joints_age_s``: of the newest joint state taken, None without one."""
+def inputs_finding(joints_age_s: float | None, rejects: dict[str, int], cameras: str = "") -> Finding:
+    """Of what comes in.
+
+    Args:
+        joints_age_s: of the newest joint state taken, None without one.
+        rejects: number of what was refused, by name. cameras: what is wrong with them in words, or empty.
+    """
     values = {f"refused {name}": str(count) for name, count in rejects.items()}
+    values["cameras"] = cameras.partition(":")[0] or "ok"
     if joints_age_s is None:
         return Finding("inputs", Level.ERROR, "no joint state was taken yet: check the driver, its topic and names",
                        values)
+    values["joints_age_s"] = f"{joints_age_s:.3f}"
     if joints_age_s > JOINTS_MAX_AGE_S:
         return Finding("inputs", Level.ERROR, f"no fresh joint state from the robot for {joints_age_s:.1f} s", values)
-    return Finding("inputs", Level.OK, "joint states are fresh", values | {"joints_age_s": f"{joints_age_s:.3f}"})
+    if cameras:
+        return Finding("inputs", Level.ERROR, cameras, values)
+    return Finding("inputs", Level.OK, "joint states and images are fresh", values)

@@ -162,13 +162,14 @@ class ChunkRefusals:
         return f"{name} {count}" if count and now_ns - self._last_ns <= REFUSED_RECENTLY_S * NS else ""
 
 
-def culprit(joints_age_s: float | None, policy: PolicyHealth | None, chunks_refused: str) -> str:
+def culprit(joints_age_s: float | None, policy: PolicyHealth | None, chunks_refused: str, cameras: str = "") -> str:
     """What keeps chunks from coming, in words; empty if nothing does.
 
     Args:
         joints_age_s: of the newest joint state, None if none was received.
         policy: its heartbeat, None if there was none yet.
         chunks_refused: see :meth:`ChunkRefusals.look`.
+        cameras: name of what is wrong with the cameras, or empty.
     """
     if joints_age_s is None:
         return "no joint state from the robot yet"
@@ -181,32 +182,32 @@ def culprit(joints_age_s: float | None, policy: PolicyHealth | None, chunks_refu
     if policy.skill == "none":
         return "no instruction given"
     if policy.skill == "policy" and not policy.ready:
-        return _context_culprit(policy)
+        return _context_culprit(policy, cameras)
     if chunks_refused:
         return f"chunks are refused: {chunks_refused}"
     return f"the policy makes no chunk: {policy.why_not}" if policy.why_not else ""
 
 
-def _context_culprit(policy: PolicyHealth) -> str:
+def _context_culprit(policy: PolicyHealth, cameras: str) -> str:
     if policy.refused_count and policy.refused_age_s <= REFUSED_RECENTLY_S:
         return f"contexts are refused: {policy.refused} {policy.refused_count}"
-    if policy.context_age_s is None:
-        return "no context from the cloud yet"
-    return f"no context from the cloud for {policy.context_age_s:.1f} s"
+    since = "yet" if policy.context_age_s is None else f"for {policy.context_age_s:.1f} s"
+    return f"no context from the cloud {since}" + (f" ({cameras})" if cameras else "")
 
 
 RUN_OUT: Final = (Reason.QUEUE_EMPTY, Reason.NO_FIRST_CHUNK)
 
 
-def operator_text(state: State, reason: Reason, verdict: Rearm, can_plan: bool, cause: str) -> str:
+def operator_text(state: State, reason: Reason, verdict: Rearm, can_plan: bool, cause: str, why: str = "") -> str:
     """Why the robot does what it does and what to do about it, in one line.
 
     Args:
         state, reason, verdict: of the shield.
         can_plan: the policy could make a chunk now.
         cause: see :func:`culprit`; after chunks ran out the last one that was found.
+        why: of a stop that was asked for and is not an emergency.
     """
-    text = REASON_TEXT[reason]
+    text = f"stopped, {why}: re-arm to go on" if why and reason is Reason.ESTOP else REASON_TEXT[reason]
     names_cause = reason in RUN_OUT and cause
     if names_cause:
         text = f"{text.split(':', 1)[0]}: {cause}"

@@ -34,6 +34,7 @@ class GoalView:
         position, velocity: the last command, float64[n]; None before the first.
         heard: the instruction as it is on the bus.
         judged: instruction and phase of the newest word of a judge, or empty.
+        stops: how often the shield has stopped the robot so far.
     """
 
     now_ns: int
@@ -43,6 +44,7 @@ class GoalView:
     velocity: Array | None
     heard: str
     judged: tuple[str, str] = ("", "")
+    stops: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class TaskGoal:
         self._ready = ready
         self._way: float | None = None
         self._acted = False
+        self._stops: int | None = None
         self._other_since_ns: int | None = None
 
     def look(self, view: GoalView) -> Outcome | None:
@@ -81,9 +84,11 @@ class TaskGoal:
         elif view.now_ns - self._other_since_ns > OTHER_INSTRUCTION_NS:
             return Outcome(False, f"another instruction was given on the topic: {view.heard!r}" if other else
                            "the instruction was taken back on the topic")
-        if view.state in (State.NOMINAL, State.COASTING):
+        # A short act may begin and end between two looks.
+        self._stops = view.stops if self._stops is None else self._stops
+        if view.state in (State.NOMINAL, State.COASTING) or view.stops != self._stops:
             self._acted = True
-        elif self._acted and view.state is State.HOLDING:
+        if self._acted and view.state is State.HOLDING:
             return Outcome(False, f"the robot stopped: {view.reason}")
         if normalise_instruction(view.judged[0]) == self._text and view.judged[1] in ("success", "failure"):
             return Outcome(view.judged[1] == "success", f"judged a {view.judged[1]}")

@@ -25,7 +25,7 @@ COLUMNS: Final[dict[str, str]] = {
     "measured_stamp_ns": "<i8", "rearms": "<u8", "estops": "<u8", "estop_presses": "<u8", "estop_input": "u1"}
 """Columns of msg/MotorTicks.msg that are needed, beside the command."""
 
-TOPICS: Final = ("motor_ticks", "action_chunk", "joint_states", "joint_command")
+TOPICS: Final = ("motor_ticks", "action_chunk", "joint_states", "measured_joints", "joint_command")
 """Topics that a trace is made from, names as in vla_common.topics."""
 
 
@@ -84,7 +84,7 @@ class TraceBuilder:
                 self._batches.append(message)
         elif name == "action_chunk":
             self._chunks.append((stamp_ns(message.header), chunk_of(message)))
-        elif name == "joint_states":
+        elif name in ("joint_states", "measured_joints"):
             # The first one counts: a repeated stamp is refused by the edge.
             self._measured.setdefault(stamp_ns(message.header), np.array(message.position, dtype=np.float64))
         elif name == "joint_command":
