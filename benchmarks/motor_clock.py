@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +128,10 @@ def clock_loop(kind: str, ticks: int) -> dict[str, Any]:
     return {"late_ns": late.tolist(), "missed": missed, "drift_ms": drift_ms}
 
 
-def motor_process(bus_endpoint: str, seconds: float) -> dict[str, Any]:
+def motor_process(bus_endpoint: str, seconds: float, settings: Sequence[str] = ()) -> dict[str, Any]:
     """The real motor process: it follows chunks written here, publishes its commands and logs every tick."""
-    config = load_edge_config(None, [f"robot_file={ROOT / 'config/robots/panda_2f85.yaml'}", f"bus={bus_endpoint}"])
+    config = load_edge_config(None, [f"robot_file={ROOT / 'config/robots/panda_2f85.yaml'}", f"bus={bus_endpoint}",
+                                     *settings])
     limits = load_limits(config.robot_file, config.motor.period_s)
     memory = EdgeMemory.create("bench", len(limits))
     child = spawn([sys.executable, "-m", "vla_edge.motor_main", *arguments(config, memory.file.path)],

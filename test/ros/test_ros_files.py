@@ -14,20 +14,22 @@ from vla_edge.config import EdgeConfig, load_limits
 
 ROOT = Path(__file__).parents[2]
 PROFILE = ROOT / "config" / "fastdds.xml"
-IMAGES = 60
-# 640 x 480 rgb8, best effort at 30 Hz: what a camera driver sends.
+IMAGES = 90
+# Best effort at 30 Hz, as a camera driver sends: a JPEG of 600 kB, or 640 x 480 rgb8. Three seconds of them.
 SENDER = """
 import sys, time, array, rclpy
 from rclpy.qos import qos_profile_sensor_data
-from sensor_msgs.msg import Image
+from sensor_msgs.msg import CompressedImage, Image
+kind, count = sys.argv[1], int(sys.argv[2])
 rclpy.init()
 node = rclpy.create_node("camera")
-out = node.create_publisher(Image, "image_raw", qos_profile_sensor_data)
+image = (CompressedImage(format="jpeg", data=array.array("B", bytes(600000))) if kind == "CompressedImage" else
+         Image(height=480, width=640, encoding="rgb8", step=1920, data=array.array("B", bytes(921600))))
+out = node.create_publisher(type(image), "image_raw", qos_profile_sensor_data)
 while out.get_subscription_count() == 0:
     time.sleep(0.05)
 time.sleep(0.5)
-image = Image(height=480, width=640, encoding="rgb8", step=1920, data=array.array("B", bytes(921600)))
-for number in range(int(sys.argv[1])):
+for number in range(count):
     image.header.frame_id = str(number)
     out.publish(image)
     time.sleep(1 / 30)
@@ -35,28 +37,28 @@ time.sleep(0.5)
 rclpy.shutdown()
 """
 RECEIVER = """
-import sys, time, rclpy
-from rclpy.qos import qos_profile_sensor_data
-from sensor_msgs.msg import Image
+import sys, time, rclpy, sensor_msgs.msg
+from rclpy.qos import QoSProfile, ReliabilityPolicy
+kind, count = sys.argv[1], int(sys.argv[2])
 rclpy.init()
 node = rclpy.create_node("viewer")
 got = set()
-node.create_subscription(Image, "image_raw", lambda image: got.add(image.header.frame_id), qos_profile_sensor_data)
+node.create_subscription(getattr(sensor_msgs.msg, kind), "image_raw", lambda image: got.add(image.header.frame_id),
+                         QoSProfile(depth=10, reliability=ReliabilityPolicy.BEST_EFFORT))
 print("ready", flush=True)
 end = time.monotonic() + 30
-while time.monotonic() < end and str(int(sys.argv[1]) - 1) not in got:
+while time.monotonic() < end and str(count - 1) not in got:
     rclpy.spin_once(node, timeout_sec=0.1)
 print(len(got), flush=True)
 rclpy.shutdown()
 """
 
 
-def test_profile_reaches_several_raw_images_and_keeps_udp():
+def test_profile_has_room_for_a_second_of_images_and_keeps_udp():
     space = {"p": "http://www.eprosima.com"}
     tree = ElementTree.parse(PROFILE)
     (memory,) = [item for item in tree.iterfind(".//p:transport_descriptor", space) if item.find("p:type", space).text == "SHM"]
     assert int(memory.find("p:segment_size", space).text) == 16 * 2**20
-    assert int(memory.find("p:maxMessageSize", space).text) == 4 * 2**20
     used = [item.text for item in tree.iterfind(".//p:userTransports/p:transport_id", space)]
     kinds = {item.find("p:transport_id", space).text: item.find("p:type", space).text
              for item in tree.iterfind(".//p:transport_descriptor", space)}
@@ -64,15 +66,17 @@ def test_profile_reaches_several_raw_images_and_keeps_udp():
     assert tree.find(".//p:participant", space).get("is_default_profile") == "true"
 
 
-def test_raw_images_arrive_with_the_profile():
+@pytest.mark.parametrize("kind", ["CompressedImage", "Image"])
+def test_large_images_arrive_with_the_profile(kind):
+    """Without it 5 to 20 of 90 do. That none is lost where the machine is not busy, benchmarks/ros_stream.py measures."""
     pytest.importorskip("rclpy", reason="ROS 2 is not installed: make ros")
     environment = os.environ | {"FASTDDS_DEFAULT_PROFILES_FILE": str(PROFILE), "RMW_IMPLEMENTATION": "rmw_fastrtps_cpp"}
-    receiver = subprocess.Popen([sys.executable, "-c", RECEIVER, str(IMAGES)], env=environment, text=True,
+    receiver = subprocess.Popen([sys.executable, "-c", RECEIVER, kind, str(IMAGES)], env=environment, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert receiver.stdout.readline() == "ready\n"
-        sent = subprocess.run([sys.executable, "-c", SENDER, str(IMAGES)], env=environment, capture_output=True, text=True,
-                              timeout=60)
+        sent = subprocess.run([sys.executable, "-c", SENDER, kind, str(IMAGES)], env=environment, capture_output=True,
+                              text=True, timeout=60)
         assert sent.returncode == 0, sent.stderr
         out, errors = receiver.communicate(timeout=60)
     finally:
@@ -80,6 +84,7 @@ def test_raw_images_arrive_with_the_profile():
         receiver.wait()
     # Fast DDS says so when it refuses a profile, and goes on without it.
     assert "XMLPARSER" not in sent.stderr + errors and "XMLPARSER" not in sent.stdout
+    print(f"\n{IMAGES - int(out)} of {IMAGES} lost")
     assert int(out) >= 0.9 * IMAGES, f"{out.strip()} of {IMAGES} images arrived"
 
 
