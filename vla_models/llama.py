@@ -7,14 +7,14 @@ Hugging Face folder fills a larger one (:mod:`vla_models.loaders.huggingface`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vla_models.attention import ATTENTION_IMPLEMENTATIONS, attention, causal_mask
-from vla_models.rope import RopeScaling, apply_rotary, inverse_frequencies, rotary_angles
+from vla_models.rope import RopeScaling, apply_rotary, inverse_frequencies, rotary_angles, rotary_scale
 
 INIT_STD = 0.02
 
@@ -144,7 +144,22 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if has_own_head else None
         # Not a buffer: `.to(bfloat16)` must not round the frequencies.
         self.inverse_frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.rotary_scale = rotary_scale(config.rope_scaling)
         self.apply(_init_weights)
+
+    def stretch_context(self, tokens: int) -> None:
+        """Lets the model run up to so many tokens by YaRN, from the length it was trained for.
+
+        Raises ValueError if its rotary positions are stretched already.
+        """
+        config = self.config
+        if config.rope_scaling is not None:
+            raise ValueError(f"the rotary positions are stretched already, by {config.rope_scaling.kind}")
+        trained = config.max_position_embeddings
+        scaling = RopeScaling("yarn", tokens / trained, original_max_position_embeddings=trained)
+        self.config = replace(config, rope_scaling=scaling, max_position_embeddings=tokens)
+        self.inverse_frequencies = inverse_frequencies(config.head_dim, config.rope_theta, scaling)
+        self.rotary_scale = rotary_scale(scaling)
 
     def embed(self, ids: Tensor) -> Tensor:
         """i64[B, T] -> f32[B, T, hidden]."""
@@ -168,7 +183,7 @@ class Llama(nn.Module):
         cached = 0 if past_kv is None else past_kv[0][0].shape[2]
         if positions is None:
             positions = torch.arange(cached, cached + tokens, device=device)
-        angles = rotary_angles(positions, self.inverse_frequencies.to(device))
+        angles = rotary_angles(positions, self.inverse_frequencies.to(device), self.rotary_scale)
         mask = causal_mask(tokens, cached + tokens, device) if tokens > 1 else None
         if visible is not None:
             seen = visible[:, None, None, :]

@@ -8,6 +8,7 @@ Single-threaded by contract: the caller serialises :meth:`ContextPacer.offer` an
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -48,6 +49,7 @@ class _Slot(Generic[Payload]):
     is_waiting: bool = False
     turn: int = 0  # grows with every service of any robot; 0 before the first
     allowance_ns: int = 0  # when the robot's average rate will be back at the cap
+    is_paid: bool = False  # the last service came to nothing: the next one is due at once and counts as the same
 
 
 class ContextPacer(Generic[Payload]):
@@ -79,6 +81,10 @@ class ContextPacer(Generic[Payload]):
         """Requests that wait now."""
         return sum(slot.is_waiting for slot in self._slots.values())
 
+    def knows(self, robot: str) -> bool:
+        """Whether the robot has a slot."""
+        return robot in self._slots
+
     def offer(self, request: RobotRequest[Payload]) -> Offer:
         """Puts a request into its robot's slot."""
         self.counts.offered += 1
@@ -97,36 +103,64 @@ class ContextPacer(Generic[Payload]):
         slot.newest, slot.is_waiting = request, True
         return Offer.REPLACED_OLDER if replaced else Offer.QUEUED
 
-    def take(self, now_ns: int, limit: int) -> list[RobotRequest[Payload]]:
+    def take(self, now_ns: int, limit: int, busy: Container[str] = ()) -> list[RobotRequest[Payload]]:
         """Up to ``limit`` requests to serve now, at most one a robot, the longest unserved robot first.
 
-        Drops those whose deadline has passed.
+        Drops those whose deadline has passed. Robots in ``busy`` wait.
         """
         due: list[_Slot[Payload]] = []
-        for slot in self._slots.values():
+        for robot, slot in self._slots.items():
             if not slot.is_waiting:
                 continue
             if now_ns > slot.newest.deadline_ns:
                 slot.is_waiting = False
                 self.counts.late += 1
-            elif now_ns >= self._due_ns(slot):
+            elif now_ns >= self._due_ns(slot) and robot not in busy:
                 due.append(slot)
         due.sort(key=lambda slot: slot.turn)  # stable, so that new robots go in order of arrival
         return [self._serve(slot, now_ns) for slot in due[:limit]]
 
-    def next_due_ns(self) -> int | None:
+    def next_due_ns(self, busy: Container[str] = ()) -> int | None:
         """When :meth:`take` may next have something, or None while nothing waits."""
-        return min((self._due_ns(slot) for slot in self._slots.values() if slot.is_waiting), default=None)
+        slots = self._slots.items()
+        return min((self._due_ns(slot) for robot, slot in slots if slot.is_waiting and robot not in busy), default=None)
+
+    def put_back(self, request: RobotRequest[Payload]) -> None:
+        """A taken request was not served: it waits again unless a newer one waits, and the next is due at once.
+
+        Not twice, and not after the robot's next request was taken.
+        """
+        self.counts.served -= 1
+        slot = self._slots.get(request.robot)
+        if slot is None:
+            self.counts.forgotten += 1
+            return
+        slot.is_paid = True
+        if slot.newest is request:
+            slot.is_waiting = True
+        else:
+            self.counts.replaced += 1
+
+    def withdraw(self, request: RobotRequest[Payload]) -> bool:
+        """A request that was put back is answered after all. False if it does not wait any more."""
+        slot = self._slots.get(request.robot)
+        if slot is None or slot.newest is not request or not slot.is_waiting:
+            return False
+        slot.is_waiting = slot.is_paid = False
+        self.counts.served += 1
+        return True
 
     def _serve(self, slot: _Slot[Payload], now_ns: int) -> RobotRequest[Payload]:
         self._turns += 1
         slot.is_waiting, slot.turn = False, self._turns
-        slot.allowance_ns = max(slot.allowance_ns, now_ns) + self._period_ns
+        if not slot.is_paid:
+            slot.allowance_ns = max(slot.allowance_ns, now_ns) + self._period_ns
+        slot.is_paid = False
         self.counts.served += 1
         return slot.newest
 
     def _due_ns(self, slot: _Slot[Payload]) -> int:
-        return slot.allowance_ns - self._tolerance_ns
+        return 0 if slot.is_paid else slot.allowance_ns - self._tolerance_ns
 
     def _is_newer(self, request: RobotRequest[Payload], last: RobotRequest[Payload]) -> bool:
         if request.session == last.session:

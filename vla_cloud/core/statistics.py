@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vla_cloud.core.context_pacer import ContextPacer
-from vla_cloud.core.prefix_cache import PrefixCacheCounts
 from vla_common.metrics import Counters, Histogram
 
 NS_PER_S = 1_000_000_000
@@ -20,12 +19,15 @@ class ServingStatistics:
         self.received = 0
         self.published = 0
         self.batches = 0
+        self.text_tokens = 0
+        self.text_tokens_reused = 0  # keys and values were cached
+        self.images_reused = 0  # not encoded again
         self.compute_s = Histogram(COMPUTE_WINDOW)  # from receipt to answer, of the latest answers
         self._reported_ns = start_ns
         self._reported_received = 0
         self._reported_published = 0
 
-    def report(self, now_ns: int, pacer: ContextPacer[object], cache: PrefixCacheCounts) -> str:
+    def report(self, now_ns: int, pacer: ContextPacer[object]) -> str:
         """The line. Rates are since the last report, counts since start; causes that never occurred are left out."""
         span_s = max(1, now_ns - self._reported_ns) / NS_PER_S
         received_hz = (self.received - self._reported_received) / span_s
@@ -33,14 +35,14 @@ class ServingStatistics:
         self._reported_ns = now_ns
         self._reported_received, self._reported_published = self.received, self.published
         compute = self.compute_s.summary()
-        reuse = cache.tokens_reused / cache.tokens_requested if cache.tokens_requested else 0.0
+        reuse = self.text_tokens_reused / max(1, self.text_tokens)
         counts = pacer.counts
         answered = f"p50 {compute.p50 * MS_PER_S:.0f} p99 {compute.p99 * MS_PER_S:.0f} ms" if compute.count else "never"
         parts = [
             f"{pacer.num_robots} robots, {received_hz:.1f} observations/s, {published_hz:.1f} contexts/s",
             f"batch {self.published / max(1, self.batches):.1f}",
             f"answered after {answered}",
-            f"prefix reuse {reuse:.0%}",
+            f"prefix reuse {reuse:.0%}, images known {self.images_reused}",
             f"replaced {counts.replaced} late {counts.late} stale {counts.stale}",
         ]
         refused = {cause: count for cause, count in sorted(self.refused.snapshot().items()) if count}

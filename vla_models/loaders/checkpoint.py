@@ -16,45 +16,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from vla_models.loaders.errors import (  # noqa: F401 - some for those who import this module
+    CheckpointError,
+    MissingTensors,
+    NotACheckpoint,
+    ShapeMismatch,
+    UnexpectedTensors,
+    UnsafeCheckpoint,
+    UnsupportedArchitecture,
+    UnsupportedConfig,
+    UnsupportedDtype,
+)
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-
-
-class CheckpointError(ValueError):
-    """The folder cannot be loaded; the message says which file or tensor and what to do."""
-
-
-class NotACheckpoint(CheckpointError):
-    """A file that every checkpoint folder has is missing or unreadable."""
-
-
-class UnsafeCheckpoint(CheckpointError):
-    """The weights are pickled."""
-
-
-class UnsupportedArchitecture(CheckpointError):
-    """config.json describes a model that these modules do not implement."""
-
-
-class UnsupportedConfig(CheckpointError):
-    """A known architecture with an option that these modules do not implement."""
-
-
-class MissingTensors(CheckpointError):
-    """The model needs tensors that the checkpoint does not hold."""
-
-
-class UnexpectedTensors(CheckpointError):
-    """The checkpoint holds tensors that the model has no place for."""
-
-
-class ShapeMismatch(CheckpointError):
-    """A tensor has another shape than config.json implies."""
-
-
-class UnsupportedDtype(CheckpointError):
-    """A weight is not a floating-point tensor (a quantised checkpoint)."""
 
 
 @dataclass(frozen=True)

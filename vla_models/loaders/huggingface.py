@@ -120,15 +120,27 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     kind = options.get("rope_type", options.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind not in ("linear", "llama3"):
-        raise UnsupportedConfig(f"rope type {kind!r}; supported: default, linear, llama3")
-    fields = ("factor",) if kind == "linear" else (
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-    )  # fmt: skip
-    absent = [field for field in fields if field not in options]
+    if kind not in _ROPE_FIELDS:
+        raise UnsupportedConfig(f"rope type {kind!r}; supported: default, {', '.join(_ROPE_FIELDS)}")
+    needed, optional = _ROPE_FIELDS[kind]
+    absent = [field for field in needed if options.get(field) is None]
     if absent:
         raise UnsupportedConfig(f"rope type {kind!r} without {', '.join(absent)}")
-    return theta, RopeScaling(kind, **{field: options[field] for field in fields})
+    if kind == "yarn" and (options.get("mscale") or options.get("mscale_all_dim")):
+        raise UnsupportedConfig("rope type 'yarn' with mscale is not supported; give attention_factor instead")
+    given = [field for field in needed + optional if options.get(field) is not None]
+    return theta, RopeScaling(kind, **{field: options[field] for field in given})
+
+
+_ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("beta_fast", "beta_slow", "attention_factor", "truncate"),
+    ),
+}
+"""Rope type -> the options it must have, and those it may have."""
 
 
 def _load_llama(
