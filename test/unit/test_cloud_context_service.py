@@ -2,68 +2,25 @@
 
 from __future__ import annotations
 
-import io
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from vla_cloud.config import ContextConfig
 from vla_cloud.context.images import decode_jpeg
 from vla_cloud.context.runner import ContextRunner, PreparedObservation
-from vla_cloud.context.service import OBSERVATION, ContextService
+from vla_cloud.context.service import ContextService
 from vla_cloud.core import validation
-from vla_common import messages, tensors, wire
+from vla_common import tensors, wire
 from vla_common.clock import ManualClock
-from vla_common.manifest import Camera, Context, Instruction, Manifest
-from vla_common.topics import data_key
 from vla_common.zenoh_session import Received
-from vla_models.llama import LlamaConfig
-from vla_models.text import SPECIALS, tokenize
-from vla_models.vit import VitConfig
-from vla_models.vlm import Vlm, VlmConfig
+from vla_models.text import tokenize
 
-JOINTS = ["joint1", "joint2", "gripper"]
-VOCABULARY = [*SPECIALS, "touch", "pick", "the", "red", "blue", "cube"]
-CAMERA = Camera("external", 24, 24)
-MS = 1_000_000
-MANIFEST = Manifest(
-    name="tiny", joint_names=JOINTS, horizon=16, period_s=0.01, context=Context(3, 8), proprio_names=JOINTS,
-    cameras=[CAMERA], instruction=Instruction(VOCABULARY, 8), files={}, licence="Apache-2.0", training_command="none",
-)  # fmt: skip
-
-
-def tiny_vlm() -> Vlm:
-    torch.manual_seed(0)
-    vit = VitConfig(24, 6, 16, 2, 2, 32, stem=((2, 8), (3, 16)))
-    llama = LlamaConfig(len(VOCABULARY), 16, 2, 2, 1, 32, lm_head=False)
-    vlm = Vlm(VlmConfig(vit, llama, num_readout=3, context_dim=8, text_length=8))
-    for parameter in vlm.parameters():  # away from the small initial values, so that every input shows in the output
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return vlm.eval()
-
-
-def jpeg(seed: int = 0, size: tuple[int, int] = (24, 24), image_format: str = "JPEG") -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, image_format)
-    return buffer.getvalue()
-
-
-def observation(sequence: int = 0, stamp_ns: int = 123_456_789_012, **changes: object) -> bytes:
-    fields: dict[str, object] = {
-        "header": wire.make_header(stamp_ns, "base"), "session": "s", "sequence": sequence,
-        "instruction": "touch the red cube", "joint_names": JOINTS, "joint_positions": [0.1, 0.2, 0.0], "image": jpeg(),
-        "camera": "external",
-    } | changes  # fmt: skip
-    image = messages.new("sensor_msgs/CompressedImage", header=wire.make_header(stamp_ns, str(fields.pop("camera"))),
-                         format="jpeg", data=fields.pop("image"))
-    return wire.encode(messages.new("Observation", images=[image], **fields))
-
-
-def key(robot: str) -> str:
-    return data_key(OBSERVATION.topic("R"), OBSERVATION.type_name).replace("/R/", f"/{robot}/", 1)
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+from context_rig import CAMERA, MANIFEST, MS, REFUSALS, VOCABULARY, jpeg, key, observation, tiny_vlm
 
 
 class Bench:
@@ -153,18 +110,6 @@ def test_late_observation_is_not_answered() -> None:
     assert "late 1" in bench.service.report()
 
 
-REFUSALS = {
-    "unknown_word": {"instruction": "touch the green cube"},
-    "instruction_too_long": {"instruction": "touch touch touch touch touch touch touch"},
-    "wrong_joint_names": {"joint_names": ["joint2", "joint1", "gripper"]},
-    "wrong_joint_positions": {"joint_positions": [0.1, float("nan"), 0.0]},
-    "missing_image": {"camera": "wrist"},
-    "wrong_image_size": {"image": jpeg(size=(24, 48))},
-    "image_too_large": {"image": b"\0" * 8193},
-    "malformed_image": {"image": jpeg()[:200]},
-}
-
-
 @pytest.mark.parametrize("cause", REFUSALS)
 def test_what_cannot_be_answered_is_refused_by_name(cause: str) -> None:
     bench = Bench()
@@ -204,7 +149,7 @@ def test_robots_beyond_the_limit_are_refused() -> None:
 def test_failing_model_is_counted_and_the_service_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     with monkeypatch.context() as patch:
-        patch.setattr(bench.vlm, "context", lambda *_: 1 / 0)
+        patch.setattr(bench.vlm, "readout_context", lambda *_: 1 / 0)
         bench.receive("panda", observation(0))
         assert bench.answers() == {}
     assert bench.refused == {"internal_error": 1}

@@ -132,3 +132,34 @@ def test_log_line_and_levels(capsys, monkeypatch):
             setup_logging("motor", "debgu")
     finally:
         root.handlers[:], root.level = before
+
+
+LOWERED = """
+import os, threading
+from vla_common.process import lower_priority
+lower_priority(0)
+first = os.nice(0)
+lower_priority(3)
+lower_priority(2)
+seen = []
+thread = threading.Thread(target=lambda: seen.append(os.getpriority(os.PRIO_PROCESS, 0)))
+thread.start()
+thread.join()
+group = open("/proc/self/autogroup").read().split()[-1] if os.path.exists("/proc/self/autogroup") else None
+print(first, os.nice(0), seen[0], group, flush=True)
+lower_priority(19)
+print(os.nice(0), flush=True)
+"""
+
+
+def test_priority_is_lowered_for_the_threads_to_come_and_for_the_session(tmp_path):
+    log = tmp_path / "log"
+    child = spawn([sys.executable, "-c", LOWERED], environment=ENVIRONMENT, log_path=log)
+    assert child.wait(60) == 0
+    first, second = log.read_text().splitlines()
+    before, after, thread, group = first.split()
+    lowered = min(19, int(before) + 5)
+    assert int(before) == os.nice(0) and int(after) == int(thread) == lowered
+    if group != "None":
+        assert int(group) in (lowered, 0)  # 0: a kernel that may not be asked
+    assert second == "19"

@@ -1,0 +1,109 @@
+"""One request while the gateway serves it: its life, what its client has not read yet, and its messages to workers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+
+from vla_cloud.core import life_events as life
+from vla_cloud.core.generate import GenerateRequest, seed_of
+from vla_cloud.core.life_events import End, Fail
+from vla_cloud.core.request_life import LifeConfig, RequestLife
+from vla_cloud.pools import messages as wire
+from vla_cloud.pools.codec import pack_tokens
+from vla_cloud.pools.events import TokenEvent
+from vla_cloud.pools.messages import Ready, Reserved, TokenRow, Work
+
+NS_PER_S = 1_000_000_000
+
+
+class LiveRequest:
+    """State that the service keeps per request; used in the event loop only.
+
+    ``wire_id`` is what workers see: never used twice, so that a client may use its own id again while workers still
+    clean up.
+    """
+
+    def __init__(
+        self, request: GenerateRequest, number: int, max_new_tokens: int, deadline_ns: int, config: LifeConfig
+    ) -> None:
+        """``max_new_tokens``: what the request asks for, cut to what the model can give."""
+        self.request = request
+        self.wire_id = f"{request.request_id[:96]}~{number}"
+        stops = request.sampling.stop_token_ids
+        self.life = RequestLife(len(request.tokens), max_new_tokens, stops, deadline_ns, config)
+        self.sampling = dataclasses.replace(request.sampling, seed=seed_of(request))
+        self.max_new_tokens = max_new_tokens
+        self.prompt = pack_tokens(request.tokens)
+        # Images are part of what makes two prompts alike, also for the choice of a worker.
+        images = b"".join(image.start.to_bytes(8, "little") + image.sha256 for image in request.images)
+        self.affinity = request.salt + (hashlib.sha256(images).digest() if images else b"")
+        self.begun = False
+        self.placed: int | None = None  # attempt whose load is counted
+        self.reserved: tuple[Ready, Reserved] | None = None  # of the present attempt
+        self.timer: asyncio.TimerHandle | None = None
+        self.timer_ns = 0
+        self.wake = asyncio.Event()
+        self.outcome: End | Fail | None = None
+        self._unread: list[TokenRow] = []
+        self.unread_tokens = 0
+
+    def prompt_now(self) -> bytes:
+        """The prompt and what was streamed, i32."""
+        return self.prompt + pack_tokens(self.life.outputs)
+
+    @property
+    def tokens_left(self) -> int:
+        """The most tokens that are still to come."""
+        return self.max_new_tokens - len(self.life.outputs)
+
+    def work(self, now_ns: int) -> Work:
+        """What a worker is asked to compute in the present attempt."""
+        sampling = dataclasses.replace(self.sampling, max_new_tokens=self.tokens_left)
+        left_s = max(0.0, (self.life.deadline_ns - now_ns) / NS_PER_S)
+        request, streamed = self.request, len(self.life.outputs)
+        return Work(self.prompt_now(), sampling, left_s, streamed, request.priority, request.salt, list(request.images))
+
+    def add(self, row: TokenRow) -> None:
+        """Tokens for the client."""
+        self._unread.append(row)
+        self.unread_tokens += len(row.tokens)
+        self.wake.set()
+
+    def end(self, outcome: End | Fail) -> None:
+        """It has ended."""
+        self.outcome = outcome
+        self.wake.set()
+
+    def take(self) -> TokenEvent | None:
+        """All that is unread."""
+        rows, self._unread, self.unread_tokens = self._unread, [], 0
+        if not rows:
+            return None
+        return TokenEvent(
+            self.request.request_id,
+            tuple(token for row in rows for token in row.tokens),
+            tuple(value for row in rows for value in row.logprobs),
+            tuple(tuple(top) for row in rows for top in row.top_logprobs),
+        )
+
+
+def event_of(worker: str, message: wire.ToGateway) -> life.Event | None:
+    """What a worker's message means for its request; None for messages that are not about one request."""
+    match message:
+        case wire.Reserved(_, attempt):
+            return life.Reserved(worker, attempt)
+        case wire.Refused(_, attempt, code, text, retry_after_s):
+            return life.Refused(worker, attempt, code, text, retry_after_s)
+        case wire.Prefilled(_, attempt, cached_tokens, pushed_bytes):
+            return life.Prefilled(worker, attempt, cached_tokens, pushed_bytes)
+        case wire.PushFailed(_, attempt, code, text):
+            return life.PushFailed(worker, attempt, code, text)
+        case wire.Finished(_, attempt, reason, generated, cached_tokens):
+            return life.WorkerFinished(worker, attempt, reason, generated, cached_tokens)
+        case wire.Aborted(_, attempt):
+            return life.Aborted(worker, attempt)
+        case wire.Error(code, text, _, attempt, transfer):
+            return life.Failed(worker, attempt, code, text, transfer)
+    return None
