@@ -63,8 +63,8 @@ def endpoint() -> str:
 class Cloud:
     """The process. Its log goes to a file, so that it can never block on a full pipe."""
 
-    def __init__(self, endpoint: str, model: Path, log: Path) -> None:
-        command = [sys.executable, "-m", "vla_cloud.cloud_main", "--listen", endpoint, "--model", str(model)]
+    def __init__(self, endpoint: str, model: Path, log: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "vla_cloud.cloud_main", "--listen", endpoint, "--model", str(model), *arguments]
         self.log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
@@ -140,10 +140,12 @@ def robots(endpoint: str) -> Iterator[list[Robot]]:
         robot.bus.close()
 
 
+@pytest.mark.parametrize("compute", ["in_process", "lanes"])
 def test_several_robots_garbage_kill_and_restart(
-    endpoint: str, model: Path, tmp_path: Path, robots: list[Robot]
+    endpoint: str, model: Path, tmp_path: Path, robots: list[Robot], compute: str
 ) -> None:
-    cloud = Cloud(endpoint, model, tmp_path / "first.log")
+    arguments = ["--set", f"context.compute={compute}"]
+    cloud = Cloud(endpoint, model, tmp_path / "first.log", *arguments)
     try:
         for robot in robots:
             robot.bus.wait_connected(5.0)
@@ -158,13 +160,14 @@ def test_several_robots_garbage_kill_and_restart(
         assert status == 0
         assert seconds < 1.0
         check_counts(cloud.log.read_text(), robots, len(garbage))
+        assert ("1 lanes" in cloud.log.read_text()) == (compute == "lanes")
     finally:
         cloud.process.kill()
 
     # Robots stay up while the cloud is gone, and are served again as soon as it is back, without doing anything.
     for robot in robots:
         robot.contexts.clear()
-    cloud = Cloud(endpoint, model, tmp_path / "second.log")
+    cloud = Cloud(endpoint, model, tmp_path / "second.log", *arguments)
     try:
         for robot in robots:
             robot.bus.wait_connected(5.0)
@@ -206,7 +209,7 @@ def check_counts(log: str, robots: list[Robot], num_garbage: int) -> None:
     for cause in ("wrong_joint_names", "unknown_word"):
         assert 20 <= refused[cause] <= 25, line
     assert set(refused) <= {"truncated", "malformed", "checksum_mismatch", "wrong_joint_names", "unknown_word"}
-    assert "5 robots" in line
+    assert "5 robots" in line or "3 robots" in line and "lanes" in line  # lanes: refused before they count
     warnings = [line for line in log.splitlines() if "WARNING" in line]
     assert any("foreign: unknown_word: word 'green'" in line for line in warnings)
     assert len(warnings) < 10, "a refusal is logged once a robot and cause, not once a message"

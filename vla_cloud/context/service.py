@@ -1,44 +1,34 @@
-"""The context service: observations of all robots in, one stream of context tokens per robot out (stages 2, 3, 4, 7).
+"""The context service of one process: observations of all robots in, one stream of context tokens per robot out.
 
 Two threads share the pacer: a *receiver* decodes the wire and offers each observation; the *worker* (the caller of
-:meth:`ContextService.run`) takes what is due, computes and publishes. Whatever a robot sends, the answer is a context
-or a counted, named refusal; nothing that one robot sends costs another more than a place in the batch.
+:meth:`ContextService.run`) takes what is due, computes and publishes (stages 2, 3, 4, 7). Nothing that one robot sends
+costs another more than a place in the batch. With lanes in processes of their own: pooled_service.py.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from vla_cloud.config import ContextConfig
-from vla_cloud.context.runner import ContextResult, ContextRunner, PreparedObservation
-from vla_cloud.core.context_pacer import ContextPacer, Offer
+from vla_cloud.context.front import OBSERVATION, ContextFront, Publish, make_pacer
+from vla_cloud.context.runner import ContextRunner, PreparedObservation
 from vla_cloud.core.request import RobotRequest
-from vla_cloud.core.statistics import NS_PER_S, ServingStatistics
+from vla_cloud.core.statistics import NS_PER_S
 from vla_cloud.core.validation import RequestError
-from vla_common import messages, tensors, wire
 from vla_common.clock import Clock
 from vla_common.manifest import Manifest
 from vla_common.process import StopFlag
-from vla_common.topics import robot_of, topic_spec
-from vla_common.zenoh_session import BusError, QueueSubscriber, Received
+from vla_common.zenoh_session import QueueSubscriber, Received
 
 LOG = logging.getLogger(__name__)
-
-OBSERVATION = topic_spec("observation")
 
 MAX_WAIT_S = 0.05
 """Longest sleep of the worker: bounds how late it sees the stop flag."""
 MAX_JOIN_S = 0.2
-MAX_LOGGED_REFUSALS = 256
-"""Different refusals written to the log in full; later ones are only counted. A robot cannot flood the log."""
 
-Publish = Callable[[str, bytes], None]
-"""Sends a ContextTokens payload to a robot."""
+__all__ = ["OBSERVATION", "ContextService", "Publish"]
 
 
 class ContextService:
@@ -48,47 +38,23 @@ class ContextService:
         self, runner: ContextRunner, manifest: Manifest, publish: Publish, clock: Clock, config: ContextConfig
     ) -> None:
         """``publish`` is called by the worker only."""
-        self._runner, self._manifest, self._publish = runner, manifest, publish
-        self._clock, self._config = clock, config
-        self._deadline_ns = round(config.deadline_s * NS_PER_S)
-        self._pacer: ContextPacer[Any] = ContextPacer(
-            round(NS_PER_S / config.rate_hz),
-            max_robots=config.max_robots,
-            forget_after_ns=round(config.forget_after_s * NS_PER_S),
-        )
+        self._runner, self._clock, self._config = runner, clock, config
+        self._front = ContextFront(manifest, publish, clock, config)
+        self._pacer = make_pacer(config)
         self._offered = threading.Condition()  # guards the pacer
-        self._logged: set[tuple[str, str]] = set()
-        self.statistics = ServingStatistics(clock.monotonic_ns())
+        self.statistics = self._front.statistics
 
     # --- receiver ---
 
     def receive(self, sample: Received) -> None:
         """Stage 2: decodes one observation and offers it to the router."""
-        self.statistics.received += 1
-        try:
-            robot = robot_of(OBSERVATION, sample.key)
-        except ValueError as error:
-            self._refuse("?", "bad_robot_id", str(error))
+        request = self._front.receive(sample)
+        if request is None:
             return
-        try:
-            observation = wire.decode("Observation", sample.payload)
-        except wire.WireError as error:
-            self._refuse(robot, error.cause, str(error))
-            return
-        request = RobotRequest(
-            robot,
-            observation.session,
-            int(observation.sequence),
-            wire.stamp_ns(observation.header),
-            sample.received_ns,
-            sample.received_ns + self._deadline_ns,
-            observation,
-        )
         with self._offered:
             offer = self._pacer.offer(request)
             self._offered.notify()
-        if offer is Offer.TOO_MANY_ROBOTS:
-            self._refuse(robot, offer.value, f"{self._config.max_robots} robots are served (context.max_robots)")
+        self._front.offered(request.robot, offer)
 
     # --- worker ---
 
@@ -121,17 +87,21 @@ class ContextService:
         try:
             results = self._runner.run(prepared)
         except Exception as error:  # the process outlives a failed batch; the cause is logged in full and counted
-            self._refuse("*", "internal_error", f"{type(error).__name__}: {error}", with_traceback=True)
+            self._front.refuse("*", "internal_error", f"{type(error).__name__}: {error}", with_traceback=True)
             return len(requests)
         self.statistics.batches += 1
         for request, result in zip(accepted, results, strict=True):
-            self._answer(request, result)
+            self.statistics.images_reused += result.image_cached
+            self._front.answer(request, result.tokens, result.prefix_tokens_reused)
         return len(requests)
 
     def report(self) -> str:
         """One line of statistics."""
         with self._offered:
-            return self.statistics.report(self._clock.monotonic_ns(), self._pacer, self._runner.cache.counts)
+            cache = self._runner.cache.counts
+            self.statistics.text_tokens = cache.tokens_requested
+            self.statistics.text_tokens_reused = cache.tokens_reused
+            return self.statistics.report(self._clock.monotonic_ns(), self._pacer)
 
     def _wait(self) -> None:
         """Until something is offered or due, but not longer than MAX_WAIT_S."""
@@ -151,38 +121,5 @@ class ContextService:
                 prepared.append(self._runner.prepare(request.payload))
                 accepted.append(request)
             except RequestError as error:
-                self._refuse(request.robot, error.cause, str(error))
+                self._front.refuse(request.robot, error.cause, str(error))
         return accepted, prepared
-
-    def _answer(self, request: RobotRequest[Any], result: ContextResult) -> None:
-        """Stage 7's result on the wire, with the observation's own stamp, session and sequence."""
-        if not np.isfinite(result.tokens).all():
-            self._refuse(request.robot, "non_finite_context", "the model gave a value that is not finite")
-            return
-        compute_s = (self._clock.monotonic_ns() - request.received_ns) / NS_PER_S
-        message = messages.new(
-            "ContextTokens",
-            header=wire.make_header(request.stamp_ns, request.payload.header.frame_id),
-            session=request.session,
-            sequence=request.sequence,
-            model_id=self._manifest.name,
-            model_hash=self._manifest.model_hash,
-            instruction_hash=wire.instruction_hash(request.payload.instruction),
-            prefix_tokens_reused=result.prefix_tokens_reused,
-            compute_s=compute_s,
-            **tensors.token_fields(result.tokens, self._config.wire_dtype),
-        )
-        try:
-            self._publish(request.robot, wire.encode(message))
-        except BusError as error:
-            self._refuse(request.robot, "not_published", str(error))
-            return
-        self.statistics.published += 1
-        self.statistics.compute_s.record(compute_s)
-
-    def _refuse(self, robot: str, cause: str, text: str, *, with_traceback: bool = False) -> None:
-        """Counts a refusal; the first of its kind per robot is logged with its text."""
-        self.statistics.refused.add(cause)
-        if (robot, cause) not in self._logged and len(self._logged) < MAX_LOGGED_REFUSALS:
-            self._logged.add((robot, cause))
-            LOG.warning("robot %s: %s: %s", robot, cause, text, exc_info=with_traceback)

@@ -1,0 +1,227 @@
+"""Chat, whatever the transport: a checked conversation in, text and an end out. gRPC and HTTP are thin doors to it.
+
+Everything runs in one event loop, except that long conversations are tokenised in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from vla_cloud.core.generate import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    GenerateRequest,
+    QueueFull,
+    RequestAborted,
+    RequestError,
+    SamplingParams,
+    WorkerLost,
+)
+from vla_cloud.core.ttft_predictor import TtftPredictor
+from vla_cloud.gateway.answer_text import AnswerText, Tokenizer
+from vla_cloud.gateway.chat_types import ChatLimits, ChatRequest, Done, TextDelta, UnknownModel, check_chat
+from vla_cloud.pools.events import Finished, TokenEvent
+from vla_common.clock import NS_PER_S, Clock
+
+_TOKENISER_THREADS = 2
+
+
+class Service(Protocol):
+    """The part of ServingService that a door needs."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent | Finished]:
+        """TokenEvents, then Finished, or a RequestError. An async generator: closing it aborts the request."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; False if it is not being served."""
+        ...
+
+    def health(self) -> dict[str, Any]:
+        """At least ``serving`` and ``draining``."""
+        ...
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those under way."""
+        ...
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A name that clients use, what reads and writes its text, and what computes it."""
+
+    name: str
+    tokenizer: Tokenizer
+    service: Service
+
+
+@dataclass
+class _Running:
+    service: Service | None = None  # None while it is tokenised
+    aborted: bool = False
+
+
+class Chat:
+    """Answers questions with the models it was given; see :meth:`stream`."""
+
+    def __init__(self, models: Sequence[ServedModel], clock: Clock, limits: ChatLimits | None = None) -> None:
+        """The first model is meant by requests that name none. ValueError for no model or one name twice."""
+        self._models = {model.name: model for model in models}
+        if not models or len(self._models) != len(models):
+            raise ValueError(f"models need unique names, and at least one: got {[model.name for model in models]}")
+        self._clock = clock
+        self.limits = limits if limits is not None else ChatLimits()
+        self._running: dict[str, _Running] = {}
+        self._predictors = {name: TtftPredictor() for name in self._models}
+        self._tokenising = 0
+        self._threads = ThreadPoolExecutor(_TOKENISER_THREADS, "tokenise")
+
+    @property
+    def model_names(self) -> list[str]:
+        """The default one first."""
+        return list(self._models)
+
+    def model(self, name: str) -> ServedModel:
+        """By its name, "" for the default one. UnknownModel names those there are."""
+        if not name:
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            raise UnknownModel(f"no model {name[:80]!r} is served; there is {', '.join(self._models)}")
+        return self._models[name]
+
+    async def stream(self, request: ChatRequest) -> AsyncGenerator[TextDelta | Done, None]:
+        """Answer: TextDeltas, then one Done. Closing the generator (aclosing) aborts the request in the pools.
+
+        Raises:
+            RequestError: refused, or failed; ``code`` is a gRPC status name, ``retry_after_s`` (if it is set and above
+                0) says when to try again. Text given before remains right.
+        """
+        check_chat(request, self.limits)
+        model = self.model(request.model)
+        if request.request_id in self._running:
+            raise DuplicateRequest(f"a request {request.request_id!r} is being served: give a unique id")
+        running = self._running[request.request_id] = _Running()
+        predictor = self._predictors[model.name]
+        cached_tokens: int | None = None
+        try:
+            self._check_open(model, request, 0)
+            prompt = await self._tokenise(model, request)
+            if running.aborted:
+                raise RequestAborted("the request was aborted")
+            self._check_open(model, request, len(prompt))
+            running.service = model.service
+            answer = AnswerText(request, model.tokenizer, prompt)
+            predictor.begin(request.request_id, len(prompt), self._clock.monotonic_ns())
+            events = model.service.generate(self._generate(request, model, prompt))
+            async with aclosing(cast(AsyncGenerator[TokenEvent | Finished, None], events)):
+                async for event in events:
+                    if isinstance(event, Finished):
+                        cached_tokens = event.cached_tokens
+                        rest, done = answer.end(event)
+                        if rest is not None:
+                            yield rest
+                        yield done
+                        return
+                    predictor.first_token(request.request_id, self._clock.monotonic_ns())
+                    delta = answer.take(event)
+                    if delta is not None:
+                        yield delta
+                    if answer.stop_string is not None:
+                        yield answer.stopped()
+                        return
+            raise WorkerLost("the answer ended without an end")
+        finally:
+            del self._running[request.request_id]
+            predictor.end(request.request_id, cached_tokens, self._clock.monotonic_ns())
+
+    def abort(self, request_id: str) -> bool:
+        """End a request (CANCELLED); False if it is not here. Idempotent."""
+        running = self._running.get(request_id)
+        if running is None:
+            return False
+        running.aborted = True
+        if running.service is not None:
+            running.service.abort(request_id)
+        return True
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request to any model would be taken."""
+        return any(self.is_model_serving(name) for name in self._models)
+
+    def is_model_serving(self, name: str) -> bool:
+        """Whether a request to this model would be taken."""
+        return bool(self.model(name).service.health()["serving"])
+
+    def health(self) -> dict[str, dict[str, Any]]:
+        """Model name to :meth:`ServingService.health`."""
+        return {name: model.service.health() for name, model in self._models.items()}
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for those under way; True if all ended by themselves in time."""
+        services = {id(model.service): model.service for model in self._models.values()}
+        return all(await asyncio.gather(*(service.drain(timeout_s) for service in services.values())))
+
+    def close(self) -> None:
+        """End the threads; requests are ended by their service."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _check_open(self, model: ServedModel, request: ChatRequest, prompt_tokens: int) -> None:
+        """Refuse a request whose deadline its first token would miss; ``prompt_tokens`` 0: not known yet."""
+        if request.deadline_ns is None:
+            return
+        now_ns = self._clock.monotonic_ns()
+        left_s = (request.deadline_ns - now_ns) / NS_PER_S
+        if left_s <= 0:
+            raise DeadlineExceeded("the deadline has passed: give the request more time")
+        expected_s = self._predictors[model.name].predict_s(prompt_tokens, now_ns) if prompt_tokens else None
+        if expected_s is not None and expected_s > left_s:
+            told = f"the first token is expected after {expected_s:.2f} s, the deadline is in {left_s:.2f} s"
+            raise DeadlineExceeded(f"{told}: give it more time, or try again when there is less to do")
+
+    async def _tokenise(self, model: ServedModel, request: ChatRequest) -> list[int]:
+        messages = [{"role": message.role, "content": message.text} for message in request.messages]
+        if sum(len(message["content"]) for message in messages) <= self.limits.inline_chars:
+            return model.tokenizer.chat(messages)
+        if self._tokenising >= self.limits.max_tokenising:
+            error = QueueFull(f"overloaded: {self._tokenising} long conversations wait to be tokenised; try again")
+            error.retry_after_s = 1.0  # type: ignore[attr-defined]
+            raise error
+        self._tokenising += 1
+        future = self._threads.submit(model.tokenizer.chat, messages)
+        loop = asyncio.get_running_loop()
+        # Counted until the thread is done with it, also when the client has gone: the bound is on work, not on waiters.
+        future.add_done_callback(lambda _: _soon(loop, self._tokenised))
+        return await asyncio.wrap_future(future)
+
+    def _tokenised(self) -> None:
+        self._tokenising -= 1
+
+    def _generate(self, request: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> GenerateRequest:
+        sampling = SamplingParams(
+            temperature=request.temperature, top_p=request.top_p, repetition_penalty=request.repetition_penalty,
+            seed=request.seed, logprobs=request.top_logprobs if request.logprobs else None,
+            max_new_tokens=request.max_tokens or self.limits.default_max_tokens,
+            stop_token_ids=model.tokenizer.eos_token_ids,
+        )  # fmt: skip
+        return GenerateRequest(
+            request.request_id, tuple(prompt), sampling, request.priority, deadline_ns=request.deadline_ns
+        )
+
+
+def _soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:  # the loop is closed: nobody counts any more
+        pass
+
+
+def retry_after_s(error: RequestError) -> float | None:
+    """When to try again; None if waiting does not help."""
+    value = float(getattr(error, "retry_after_s", 0.0))
+    return value if value > 0 else None

@@ -1,0 +1,176 @@
+"""What a chat client asks and gets, in no transport's terms, and the checks that need no model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from vla_cloud.core.generate import MAX_LOGPROBS, InvalidRequest, Priority, RequestError
+
+ROLES = ("system", "user", "assistant", "tool")
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_ID_CHARS = 128
+_ID = re.compile(rf"[!-~]{{1,{MAX_ID_CHARS}}}")  # what a header can carry
+
+
+class UnknownModel(RequestError):
+    """No model of this name is served."""
+
+    code = "NOT_FOUND"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Text of a message."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image of a message: its bytes, or where it is. Refused until a chat model can see."""
+
+    data: bytes = b""
+    media_type: str = ""
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. ``role`` is one of ROLES."""
+
+    role: str
+    parts: tuple[TextPart | ImagePart, ...]
+
+    @property
+    def text(self) -> str:
+        """Its text parts, joined as they are."""
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One question.
+
+    Attributes:
+        request_id: unique among those being answered.
+        model: "" for the only one (or the first).
+        max_tokens: None for the gateway's default; cut to what the model's context leaves.
+        temperature: 0 is greedy.
+        seed: 0 .. 2**64 - 1; None for one derived from the id.
+        stop: the answer ends before the first of these strings.
+        logprobs, top_logprobs: log-probabilities of the tokens, and of so many of the likeliest at each position.
+        deadline_ns: monotonic; None for the gateway's default.
+    """
+
+    request_id: str
+    messages: tuple[Message, ...]
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    priority: Priority = Priority.NORMAL
+    deadline_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and its log-probability; ``top``: token, its text and log-probability, likeliest first.
+
+    ``text`` is the token's own: half a character comes out as U+FFFD.
+    """
+
+    token: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More of the answer: text and tokens whose text is out now, as far as stop strings and characters allow.
+
+    Only the last may have no text. Tokens that end the answer (EOS) are left out.
+    """
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens. ``completion_tokens`` counts those computed, also EOS and those of a stop string.
+
+    ``cached_tokens`` are part of the prompt's; None if not known (the answer was cut at a stop string).
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer is complete. ``finish_reason`` is "stop" (EOS or a stop string) or "length"."""
+
+    finish_reason: str
+    usage: Usage
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLimits:
+    """Bounds of what is taken. Characters, not bytes.
+
+    Attributes:
+        inline_chars: a longer conversation is tokenised in a thread.
+        max_tokenising: conversations in, or waiting for, those threads; further ones are refused.
+    """
+
+    max_messages: int = 1024
+    max_chars: int = 2_000_000
+    default_max_tokens: int = 1024
+    inline_chars: int = 8192
+    max_tokenising: int = 64
+
+
+def check_chat(request: ChatRequest, limits: ChatLimits) -> None:
+    """Raise InvalidRequest for what can never be answered, before any work; token counts and ranges come later."""
+    if not _ID.fullmatch(request.request_id):
+        raise InvalidRequest(f"request_id must be 1 to {MAX_ID_CHARS} visible ASCII characters")
+    _check_messages(request.messages, limits)
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, got {request.max_tokens}")
+    if len(request.stop) > MAX_STOPS:
+        raise InvalidRequest(f"{len(request.stop)} stop strings, at most {MAX_STOPS} are taken")
+    for stop in request.stop:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise InvalidRequest(f"a stop string must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}")
+    if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs must be 0 to {MAX_LOGPROBS}, got {request.top_logprobs}")
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: set both")
+    if request.priority is Priority.ROBOT:
+        raise InvalidRequest("priority robot is for robots: use high, normal or low")
+
+
+def _check_messages(messages: tuple[Message, ...], limits: ChatLimits) -> None:
+    if not 1 <= len(messages) <= limits.max_messages:
+        raise InvalidRequest(f"a conversation has 1 to {limits.max_messages} messages, got {len(messages)}")
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise InvalidRequest(f"message {index} has role {message.role[:40]!r}, expected one of {', '.join(ROLES)}")
+        if any(isinstance(part, ImagePart) for part in message.parts):
+            raise InvalidRequest(
+                f"message {index} has an image, and this chat model has no vision tower: send text only"
+            )
+    chars = sum(len(part.text) for message in messages for part in message.parts if isinstance(part, TextPart))
+    if chars > limits.max_chars:
+        raise InvalidRequest(f"the conversation has {chars} characters, at most {limits.max_chars} are taken")

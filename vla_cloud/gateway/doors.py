@@ -1,0 +1,74 @@
+"""All doors of a gateway, in the event loop of the pools: what cloud_main opens and closes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from vla_cloud.config import CloudConfig
+from vla_cloud.gateway.answer_text import Tokenizer
+from vla_cloud.gateway.chat import Chat, ServedModel, Service
+from vla_cloud.gateway.settings import GatewayError
+from vla_common.clock import Clock
+
+
+class Door(Protocol):
+    """A server."""
+
+    async def start(self) -> None:
+        """Listen, or raise a ValueError that names the remedy."""
+        ...
+
+    async def stop(self) -> None:
+        """Close. Safe to call twice."""
+        ...
+
+
+class Doors:
+    """The chat layer and its servers. Use it in one event loop."""
+
+    def __init__(self, config: CloudConfig, tokenizer: Tokenizer, service: Service, clock: Clock) -> None:
+        """Nothing listens yet.
+
+        Raises:
+            GatewayError: a package is missing, or an address is refused.
+        """
+        gateway = config.gateway
+        name = gateway.model_name or Path(config.serving.model).name
+        self.chat = Chat([ServedModel(name, tokenizer, service)], clock)
+        self._drain_s = gateway.drain_s
+        self._doors: list[Door] = []
+        try:
+            if gateway.http_listen:
+                from vla_cloud.gateway.http_server import HttpServer
+
+                self._doors.append(HttpServer(self.chat, gateway, clock, allow_remote=config.allow_non_loopback))
+            if gateway.grpc_listen or gateway.control_listen:
+                from vla_cloud.gateway.grpc_server import GrpcServer
+
+                self._doors.append(GrpcServer(self.chat, gateway, clock, allow_remote=config.allow_non_loopback))
+        except ModuleNotFoundError as error:
+            raise GatewayError(f"{error.name} is not installed: pip install 'vla-runtime[gateway]'") from error
+
+    async def start(self) -> None:
+        """Open all doors, or none.
+
+        Raises:
+            ValueError: one cannot be opened.
+        """
+        try:
+            for door in self._doors:
+                await door.start()
+        except ValueError:
+            await self._close()
+            raise
+
+    async def stop(self) -> None:
+        """Refuse new requests, let those under way end for ``drain_s``, then close all doors."""
+        await self.chat.drain(self._drain_s)
+        await self._close()
+
+    async def _close(self) -> None:
+        for door in reversed(self._doors):
+            await door.stop()
+        self.chat.close()

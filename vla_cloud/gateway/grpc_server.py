@@ -1,0 +1,169 @@
+"""The gRPC servers: vla.v1.Chat for clients, vla.v1.Control for operators, each with health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from vla_cloud.config import GatewayConfig
+from vla_cloud.gateway.chat import Chat
+from vla_cloud.gateway.grpc_chat import ChatServicer
+from vla_cloud.gateway.grpc_control import ControlServicer
+from vla_cloud.gateway.proto import vla_chat_pb2 as pb
+from vla_cloud.gateway.settings import GatewayError, GrpcRules, check_listen
+from vla_common.clock import Clock
+
+LOG = logging.getLogger(__name__)
+
+CHAT: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Chat"]
+CONTROL: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Control"]
+
+_HEALTH_S = 0.2
+_LAST_WORDS_S = 1.0
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GrpcServer:
+    """Both servers of a gateway, in the event loop that calls :meth:`start`."""
+
+    def __init__(self, chat: Chat, config: GatewayConfig, clock: Clock, *, allow_remote: bool = False) -> None:
+        """Nothing listens yet. GatewayError for an address that other machines reach, without ``allow_remote``."""
+        if config.grpc_listen:
+            check_listen(config.grpc_listen, allow_remote, "gateway.grpc_listen")
+        self._chat, self._config = chat, config
+        self._chat_servicer = ChatServicer(chat, clock, config.grpc.slow_reader_s)
+        self._servers: list[grpc.aio.Server] = []
+        self._health = health.aio.HealthServicer()
+        self._watch: asyncio.Task[None] | None = None
+        self._drained: asyncio.Task[bool] | None = None
+        self._draining = False
+        self._ending = asyncio.Event()
+        self.port = 0
+        self.control_port = 0
+
+    async def start(self) -> None:
+        """Listen. ``port`` and ``control_port`` are then those that are used, 0 for a Unix socket or none.
+
+        Raises:
+            GatewayError: an address is in use or not of this machine.
+        """
+        config = self._config
+        try:
+            if config.grpc_listen:
+                self.port = await self._listen(config.grpc_listen, CHAT, self._chat_servicer)
+            if config.control_listen:
+                control = ControlServicer(self._chat, self.drain)
+                self.control_port = await self._listen(config.control_listen, CONTROL, control)
+        except GatewayError:
+            await self.stop()
+            raise
+        LOG.info("gRPC: chat on %s (port %d), control on %s", config.grpc_listen or "-", self.port,
+                 config.control_listen or "-")  # fmt: skip
+        await self._tell_health()
+        self._watch = asyncio.create_task(self._watch_health())
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests (UNAVAILABLE, health says NOT_SERVING) and wait for those under way.
+
+        Returns:
+            True if all ended by themselves in time.
+        """
+        self._draining = True
+        # A task of its own, so that it goes on when the caller has gone.
+        self._drained = asyncio.create_task(self._chat.drain(timeout_s))
+        await self._tell_health()
+        return await asyncio.shield(self._drained)
+
+    async def stop(self) -> None:
+        """Close. Drain first: calls that are left are cancelled after a moment. Safe to call twice."""
+        self._draining = True
+        self._ending.set()
+        if self._watch is not None:
+            await self._watch
+            self._watch = None
+        await self._health.enter_graceful_shutdown()
+        await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
+        self._servers.clear()
+
+    async def _listen(self, listen: str, service: ServiceDescriptor, servicer: object) -> int:
+        rules = self._config.grpc
+        server = grpc.aio.server(options=_options(rules), maximum_concurrent_rpcs=rules.max_rpcs)
+        handlers = _handlers(service, servicer)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+        server.add_registered_method_handlers(service.full_name, handlers)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        try:
+            port = server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise GatewayError(f"cannot listen on {listen}: is the port in use, or the host not this one?") from error
+        self._servers.append(server)
+        await server.start()
+        return 0 if listen.startswith("unix:") else int(port)
+
+    async def _watch_health(self) -> None:
+        while not self._ending.is_set():
+            await self._tell_health()
+            try:
+                await asyncio.wait_for(self._ending.wait(), _HEALTH_S)
+            except asyncio.TimeoutError:
+                pass
+
+    async def _tell_health(self) -> None:
+        status = _SERVING if self._chat.is_serving and not self._draining else _NOT_SERVING
+        for name in ("", CHAT.full_name):
+            await self._health.set(name, status)
+        await self._health.set(CONTROL.full_name, _SERVING)
+
+
+def _options(rules: GrpcRules) -> list[tuple[str, int]]:
+    def ms(seconds: float) -> int:
+        return max(1, round(seconds * 1000))
+
+    return [
+        ("grpc.so_reuseport", 0),  # two servers on one port would share its clients unnoticed
+        ("grpc.max_receive_message_length", rules.max_message_bytes),
+        ("grpc.max_send_message_length", rules.max_message_bytes),
+        ("grpc.max_metadata_size", rules.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", rules.max_metadata_bytes),
+        ("grpc.max_concurrent_streams", rules.max_streams),
+        ("grpc.keepalive_time_ms", ms(rules.keepalive_s)),
+        ("grpc.keepalive_timeout_ms", ms(rules.keepalive_timeout_s)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.server_handshake_timeout_ms", ms(rules.keepalive_timeout_s)),
+        ("grpc.http2.max_ping_strikes", 2),
+        ("grpc.http2.min_ping_interval_without_data_ms", ms(rules.min_ping_s)),
+        ("grpc.max_connection_age_ms", ms(rules.connection_age_s)),
+        ("grpc.max_connection_age_grace_ms", ms(rules.connection_grace_s)),
+    ]
+
+
+def _handlers(service: ServiceDescriptor, servicer: object) -> Mapping[str, grpc.RpcMethodHandler]:
+    """Handlers of a service by the descriptor, as generated code makes them, but None for unreadable messages."""
+    result: dict[str, Any] = {}
+    for method in service.methods:
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        read, write = _reader(GetMessageClass(method.input_type)), GetMessageClass(method.output_type).SerializeToString
+        result[method.name] = make(getattr(servicer, method.name), request_deserializer=read, response_serializer=write)
+    return result
+
+
+def _reader(message: type[Message]) -> Callable[[bytes], Message | None]:
+    def read(data: bytes) -> Message | None:
+        try:
+            return message.FromString(data)
+        except DecodeError:
+            return None
+
+    return read

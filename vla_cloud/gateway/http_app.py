@@ -1,0 +1,103 @@
+"""The paths of the HTTP door."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from vla_cloud.gateway.chat import Chat
+from vla_cloud.gateway.http_chat import ChatEndpoint
+from vla_cloud.gateway.http_errors import HttpError
+from vla_cloud.gateway.http_exchange import Exchange, ExchangeRules, Receive, Scope, Send
+from vla_cloud.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from vla_common.clock import NS_PER_S, Clock
+
+LOG = logging.getLogger(__name__)
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class HttpApp:
+    """An ASGI application."""
+
+    def __init__(
+        self, chat: Chat, metrics: GatewayMetrics, rules: ExchangeRules, clock: Clock, *, only_loopback: bool
+    ) -> None:
+        """``only_loopback``: refuse requests that were meant for another host's name.
+
+        A page of another site can point its own name at 127.0.0.1 and would then be of the same origin as this server.
+        """
+        self._chat, self._metrics, self._rules, self._only_loopback = chat, metrics, rules, only_loopback
+        self._created_s = clock.wall_ns() // NS_PER_S
+        self._app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", ChatEndpoint(chat, metrics, rules, clock), methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics_page),
+            ],
+            exception_handlers={HTTPException: _not_here},
+        )
+        self._app.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if self._only_loopback:
+            exchange = Exchange(scope, receive, send, self._rules)
+            host = exchange.headers.get(b"host", b"").decode("latin-1")
+            name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+            if name.lower() not in _LOOPBACK_NAMES:
+                told = f"host {host!r} is not this server: ask 127.0.0.1 or localhost (a proxy must set the header so)"
+                await exchange.fail(HttpError(421, "invalid_request_error", told))
+                return
+        await self._app(scope, receive, send)
+
+    async def _models(self, request: Request) -> Response:
+        data = [self._entry(name) for name in self._chat.model_names]
+        return _json({"object": "list", "data": data})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._chat.model_names:
+            told = f"no model {name!r} is served; GET /v1/models lists them"
+            return _error(HttpError(404, "invalid_request_error", told, name="model_not_found", param="model"))
+        return _json(self._entry(name))
+
+    async def _health(self, request: Request) -> Response:
+        models = self._chat.health()
+        if self._chat.is_serving:
+            return _json({"status": "serving", "models": models})
+        draining = all(health["draining"] for health in models.values())
+        body = {"status": "draining" if draining else "no capacity", "models": models}
+        return _json(body, 503, {"retry-after": "1"})
+
+    async def _metrics_page(self, request: Request) -> Response:
+        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created_s, "owned_by": "vla-runtime"}
+
+
+def _not_here(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        told = f"{request.method} is not allowed on {request.url.path}"
+    else:
+        told = f"there is no {request.url.path} here; see /v1/chat/completions, /v1/models, /health, /metrics"
+    return _error(HttpError(error.status_code, "invalid_request_error", told), dict(error.headers or {}))
+
+
+def _error(error: HttpError, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(error.body(), error.status, headers, "application/json")
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")

@@ -1,0 +1,217 @@
+"""The body of POST /v1/chat/completions: checked field by field, nothing that is not served is dropped in silence.
+
+The schema has no place for nested values, so the depth of the JSON is bounded by it: anything deeper is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from vla_cloud.core.generate import InvalidRequest
+from vla_cloud.gateway.chat_types import ChatRequest, Message, TextPart
+from vla_cloud.gateway.http_errors import HttpError, bad_request
+
+_NULL: Final = msgspec.Raw(b"null")
+
+# Fields that are not served, with the values that ask for nothing: clients send them unasked.
+_NEUTRAL: Final[dict[str, tuple[str, ...]]] = {
+    "n": ("1",),
+    "presence_penalty": ("0", "0.0"),
+    "frequency_penalty": ("0", "0.0"),
+    "logit_bias": ("{}",),
+    "tools": ("[]",),
+    "tool_choice": ('"none"', '"auto"'),
+    "functions": ("[]",),
+    "function_call": ('"none"', '"auto"'),
+    "modalities": ('["text"]',),
+    "store": ("false",),
+    "service_tier": ('"auto"', '"default"'),
+}
+_NEUTRAL_OF_MESSAGE: Final[dict[str, tuple[str, ...]]] = {
+    "name": (), "refusal": (), "tool_calls": ("[]",), "function_call": (), "audio": (), "annotations": ("[]",),
+    "tool_call_id": (),
+}  # fmt: skip
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_PLACE: Final = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_FIELD: Final = re.compile(r"field `(.*?)`")
+
+
+class _Strict(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    pass
+
+
+class _Part(_Strict, frozen=True):
+    type: str
+    text: str | None = None
+    image_url: msgspec.Raw = _NULL
+    input_audio: msgspec.Raw = _NULL
+    file: msgspec.Raw = _NULL
+    refusal: msgspec.Raw = _NULL
+
+
+class _Message(_Strict, frozen=True):
+    role: str
+    content: str | list[_Part] | None = None
+    name: msgspec.Raw = _NULL
+    refusal: msgspec.Raw = _NULL
+    tool_calls: msgspec.Raw = _NULL
+    function_call: msgspec.Raw = _NULL
+    audio: msgspec.Raw = _NULL
+    annotations: msgspec.Raw = _NULL
+    tool_call_id: msgspec.Raw = _NULL
+
+
+class _StreamOptions(_Strict, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _ResponseFormat(msgspec.Struct, frozen=True):
+    type: str
+
+
+class _Body(_Strict, frozen=True):
+    messages: list[_Message]
+    model: str
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: _ResponseFormat | None = None
+    # Without effect here, and none is missed.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    # See _NEUTRAL.
+    n: msgspec.Raw = _NULL
+    presence_penalty: msgspec.Raw = _NULL
+    frequency_penalty: msgspec.Raw = _NULL
+    logit_bias: msgspec.Raw = _NULL
+    tools: msgspec.Raw = _NULL
+    tool_choice: msgspec.Raw = _NULL
+    functions: msgspec.Raw = _NULL
+    function_call: msgspec.Raw = _NULL
+    modalities: msgspec.Raw = _NULL
+    store: msgspec.Raw = _NULL
+    service_tier: msgspec.Raw = _NULL
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call: the request for the engine, and how the client wants the answer."""
+
+    request: ChatRequest
+    stream: bool
+    include_usage: bool
+
+
+_DECODER: Final = msgspec.json.Decoder(_Body)
+
+
+def parse(body: bytes, request_id: str, max_messages: int) -> Question:
+    """Check and translate.
+
+    Raises:
+        HttpError: 400, names the field.
+    """
+    given = _decode(body)
+    for name, neutral in _NEUTRAL.items():
+        _require_neutral(getattr(given, name), neutral, name)
+    if given.response_format is not None and given.response_format.type != "text":
+        raise _not_served(f"response_format {given.response_format.type}", "response_format", "only text is")
+    if given.stream_options is not None:
+        if not given.stream:
+            raise bad_request("stream_options needs stream: true", "stream_options")
+        if given.stream_options.include_obfuscation:
+            raise _not_served("stream_options.include_obfuscation", "stream_options.include_obfuscation")
+    if not 1 <= len(given.messages) <= max_messages:
+        told = f"messages has {len(given.messages)} entries, 1 to {max_messages} are taken"
+        raise bad_request(told, "messages")
+    if given.top_logprobs and not given.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(given.messages))
+    request = _request(given, messages, request_id)
+    options = given.stream_options
+    return Question(request, bool(given.stream), options is not None and bool(options.include_usage))
+
+
+def _decode(body: bytes) -> _Body:
+    try:
+        return _DECODER.decode(body)
+    except RecursionError:
+        raise bad_request("the JSON is nested too deeply") from None
+    except msgspec.ValidationError as error:
+        told = str(error)
+        place, field = _PLACE.search(told), _FIELD.search(told)
+        path = [place.group(1)] if place and place.group(1) else []
+        param = ".".join(path + ([field.group(1)] if field else [])) or None
+        if "unknown field" in told:
+            raise _not_served(param or "a field", param) from None
+        raise bad_request(told.replace("`$.", "`").replace("`$`", "the body"), param) from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise bad_request(f"the body is not JSON: {error}") from None
+
+
+def _request(given: _Body, messages: tuple[Message, ...], request_id: str) -> ChatRequest:
+    limits = {given.max_tokens, given.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise bad_request("max_tokens and max_completion_tokens differ: give one", "max_tokens")
+    stop = given.stop
+    try:
+        return ChatRequest(
+            request_id, messages, given.model, limits.pop() if limits else None,
+            1.0 if given.temperature is None else given.temperature, 1.0 if given.top_p is None else given.top_p,
+            1.0 if given.repetition_penalty is None else given.repetition_penalty, given.seed,
+            () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+            bool(given.logprobs), given.top_logprobs or 0,
+        )  # fmt: skip
+    except InvalidRequest as error:
+        raise bad_request(str(error)) from error
+
+
+def _message(message: _Message, place: str) -> Message:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise _not_served(f"role {message.role!r}", f"{place}.role", "system, developer, user and assistant are")
+    for name, neutral in _NEUTRAL_OF_MESSAGE.items():
+        _require_neutral(getattr(message, name), neutral, f"{place}.{name}")
+    if message.content is None:
+        raise bad_request(f"{place}.content is missing", f"{place}.content")
+    if isinstance(message.content, str):
+        return Message(role, (TextPart(message.content),))
+    return Message(role, tuple(_part(part, f"{place}.content[{i}]") for i, part in enumerate(message.content)))
+
+
+def _part(part: _Part, place: str) -> TextPart:
+    if part.type != "text":
+        # Addresses are never fetched: a server that does so can be made to call on its own network.
+        raise _not_served(f"a part of type {part.type!r} ({place})", place, "this model reads text only")
+    for name in ("image_url", "input_audio", "file", "refusal"):
+        _require_neutral(getattr(part, name), (), f"{place}.{name}")
+    if part.text is None:
+        raise bad_request(f"{place}.text is missing", f"{place}.text")
+    return TextPart(part.text)
+
+
+def _require_neutral(raw: msgspec.Raw, neutral: tuple[str, ...], param: str) -> None:
+    value = bytes(raw).translate(None, b" \t\r\n").decode(errors="replace")
+    if value != "null" and value not in neutral:
+        only = f"leave it out, or send {' or '.join(neutral)}" if neutral else "leave it out"
+        raise _not_served(param, param, only)
+
+
+def _not_served(what: str, param: str | None, remedy: str = "leave it out") -> HttpError:
+    return bad_request(f"{what} is not supported: {remedy}", param, "unsupported_parameter")
