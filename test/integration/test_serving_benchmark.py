@@ -20,6 +20,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=environ, text=True, capture_output=True, timeout=280, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_quick_run_measures_every_part(tmp_path: Path) -> None:
     path = tmp_path / "serving.json"

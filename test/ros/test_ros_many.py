@@ -153,10 +153,11 @@ def stop_one(watch, first, other):
     still = next(i for i in range(len(speeds)) if not any(speeds[i:i + 3]))
     # As many ticks of the other: the machine may have been too busy for exactly as many.
     meanwhile = watch.speeds(other, begin["joint_command", other])[:still + 3]
-    assert len(meanwhile) > 5
+    assert len(meanwhile) >= 3  # a stop from little speed takes few ticks
     return still * PERIOD_S, float((meanwhile > 0).mean())
 
 
+@pytest.mark.slow
 def test_two_robots_share_a_cloud_and_nothing_else(watch):
     begin_ns = CLOCK.monotonic_ns()
     watch.wait(lambda: all(len(watch.outcomes(r)) >= 2 and "success" in watch.outcomes(r) for r in ROBOTS), 120.0,

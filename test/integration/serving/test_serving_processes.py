@@ -89,6 +89,7 @@ def test_a_stopped_worker_does_not_keep_the_gateway_from_ending() -> None:
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+@pytest.mark.slow
 def test_a_gateway_that_was_stopped_for_a_while_does_not_blame_its_workers() -> None:
     gateway, pids = start()
     gateway.send_signal(signal.SIGSTOP)
