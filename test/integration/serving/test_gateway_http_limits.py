@@ -44,7 +44,7 @@ def healthy_after(rig: HttpRig, caplog):
     yield
     rig.until(rig.is_idle)
     rig.until(lambda: rig.count("open") == 0)
-    assert status(rig.raw(post(body(), "Connection: close"))) == 200
+    rig.until(lambda: status(rig.raw(post(body(), "Connection: close"))) == 200)  # the last ones may just be going
     assert [record.getMessage() for record in caplog.records] == []
 
 
@@ -261,7 +261,8 @@ def test_random_requests_break_nothing(tmp_path: Path, caplog) -> None:
         with ThreadPoolExecutor(6) as threads:
             codes = Counter(threads.map(send, requests))
         it.until(it.is_idle)
-        assert status(it.raw(post(body(), "Connection: close"))) == 200
+        # The last connections may take a moment to be gone.
+        it.until(lambda: status(it.raw(post(body(), "Connection: close"))) == 200)
     assert not [code for code in codes if code >= 500], codes
     assert codes[200] > 100 and codes[400] > 300, codes  # both sides of the door were reached
 
