@@ -154,7 +154,7 @@ def test_several_robots_garbage_kill_and_restart(
         garbage = [b"", rng.bytes(7), rng.bytes(300), b"\x00\x01\x00\x00" + rng.bytes(2000), rng.bytes(100_000)]
         for payload in garbage:
             robots[0].observation.put(payload)
-            sleep_s(CLOCK, 0.05)
+            sleep_s(CLOCK, 0.05)  # publishers drop rather than wait: give each its time
         drive(robots, periods=25)
         check_answers(robots, least=20)
         status, seconds = cloud.stop()
@@ -206,7 +206,7 @@ def check_counts(log: str, robots: list[Robot], num_garbage: int) -> None:
     line = next(line for line in log.splitlines() if "stopping;" in line)
     refused = {cause: int(count) for cause, count in re.findall(r"(\w+)=(\d+)", line)}
     wire_errors = sum(refused.get(cause, 0) for cause in ("truncated", "malformed", "checksum_mismatch"))
-    assert num_garbage - 1 <= wire_errors <= num_garbage, line  # publishers drop rather than wait on a busy machine
+    assert wire_errors == num_garbage, line
     for cause in ("wrong_joint_names", "unknown_word"):
         assert 20 <= refused[cause] <= 25, line
     assert set(refused) <= {"truncated", "malformed", "checksum_mismatch", "wrong_joint_names", "unknown_word"}

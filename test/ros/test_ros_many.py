@@ -151,9 +151,11 @@ def stop_one(watch, first, other):
     watch.wait(rests, 5.0, "the stopped robot holds")
     speeds = list(watch.speeds(first, begin["joint_command", first]))
     still = next(i for i in range(len(speeds)) if not any(speeds[i:i + 3]))
-    # As many ticks of the other: the machine may have been too busy for exactly as many.
-    meanwhile = watch.speeds(other, begin["joint_command", other])[:still + 3]
-    assert len(meanwhile) >= 3  # a stop from little speed takes few ticks
+    # As many ticks of the other, ten at least: a stop from little speed takes a few only.
+    ticks = max(still + 3, 10)
+    watch.wait(lambda: len(watch.speeds(other, begin["joint_command", other])) >= ticks, 5.0, "ticks of the other robot")
+    meanwhile = watch.speeds(other, begin["joint_command", other])[:ticks]
+    assert len(meanwhile) > 5
     return still * PERIOD_S, float((meanwhile > 0).mean())
 
 
