@@ -217,7 +217,7 @@ def profile(engine: dict[str, Case]) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    for name in (f"prefill {PREFILL[0]}", *(f"decode B={batch}" for batch in DECODE)):
+    for name in (*(f"prefill {tokens}" for tokens in PREFILL), *(f"decode B={batch}" for batch in DECODE)):
         with torch_profile(activities=[ProfilerActivity.CPU]) as found:
             engine[name]()
         print(f"== {name}")
@@ -246,8 +246,12 @@ def main() -> None:
     started = [peer for spec in args.peer if (peer := start_peer(spec, model, args.model, args.context))]
     engines |= {name: named for name, named, _ in started}
     load = os.getloadavg()
+    profiles = []
     try:
         results = measure(engines, args.rounds)
+        if args.profile:
+            profiles = [(name, peer.profile(max(PREFILL), model.llama.config.vocab_size))
+                        for name, _, peer in started if name == "vllm"]
     finally:
         for _, _, peer in started:
             peer.close()
@@ -257,6 +261,8 @@ def main() -> None:
         print(ratio_table(compared))
     if args.profile and "ours" in engines:
         profile(engines["ours"])
+    for name, found in profiles:
+        print(f"== {name}: prefill {max(PREFILL)}\n{found}")
     report: dict[str, Any] = {
         "model": model.name, "context": args.context, "chunk": args.chunk, "rounds": args.rounds,
         "machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__,

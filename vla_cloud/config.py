@@ -24,7 +24,7 @@ class LaneConfig:
     def __post_init__(self) -> None:
         """Refuse values that would never answer."""
         if self.count < 0:
-            raise ValueError(f"count must be 0 (as many as workers that prefill) or more, got {self.count}")
+            raise ValueError(f"count must be 0 (as many as workers that prefill, at least 2) or more, got {self.count}")
         for name in ("hedge_s", "answer_within_s", "heartbeat_s", "hang_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -230,8 +230,8 @@ class CloudConfig:
         compute = self.context.compute
         if compute == "in_process" or (compute == "auto" and not self.serving.model):
             return 0
-        prefill = sum(role != "decode" for role in self.serving.roles.values()) if self.serving.model else 1
-        return self.context.lanes.count or prefill
+        prefill = sum(role != "decode" for role in self.serving.roles.values()) if self.serving.model else 0
+        return self.context.lanes.count or max(2, prefill)
 
     @property
     def lane_rules(self) -> WorkerRules:

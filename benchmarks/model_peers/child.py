@@ -4,7 +4,8 @@
 
 A job is {"prompts": [[token ids], ...], "steps": k}. With k = 0 the answer is the time to the first token of all
 prompts, computed and not read from a prefix cache. With k > 0 prompts may come from the cache, and the answer is the
-time until each has k more tokens, from the moment all have their first.
+time until each has k more tokens, from the moment all have their first. With "profile": true (vllm), the answer holds
+torch's table of operators as well.
 """
 
 from __future__ import annotations
@@ -111,6 +112,15 @@ def answer(engine: Vllm | OpenVino, job: dict, number: int) -> dict[str, float]:
     return found
 
 
+def profiled(engine: Vllm | OpenVino, job: dict, number: int) -> dict[str, object]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        took = answer(engine, job, number)
+    table = found.key_averages().table(sort_by="self_cpu_time_total", row_limit=8, max_name_column_width=60)
+    return {**took, "profile": table}
+
+
 def submit(engine: Vllm | OpenVino, name: str, prompts: list[list[int]], tokens: int, cached: bool) -> None:
     for index, prompt in enumerate(prompts):
         engine.add(f"{name}-{index}", prompt, tokens, cached)
@@ -128,7 +138,9 @@ def main() -> None:
     engine = {"vllm": Vllm, "openvino": OpenVino}[sys.argv[1]](sys.argv[2])
     print("{}", file=answers, flush=True)
     for number, line in enumerate(sys.stdin):
-        print(json.dumps(answer(engine, json.loads(line), number)), file=answers, flush=True)
+        job = json.loads(line)
+        work = profiled if job.get("profile") else answer
+        print(json.dumps(work(engine, job, number)), file=answers, flush=True)
     os._exit(0)  # some engines leave threads that would keep the process
 
 

@@ -44,12 +44,16 @@ class Peer:
         self._failed = f"{engine}: the process ended; see {log}"
         self._read()
 
-    def ask(self, prompts: list[list[int]], steps: int) -> dict[str, float]:
+    def ask(self, prompts: list[list[int]], steps: int, profile: bool = False) -> dict[str, Any]:
         """One job; see child.py."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "steps": steps}) + "\n")
+        self._process.stdin.write(json.dumps({"prompts": prompts, "steps": steps, "profile": profile}) + "\n")
         self._process.stdin.flush()
         return self._read()
+
+    def profile(self, tokens: int, vocabulary: int) -> str:
+        """Where the time of a prefill goes, by operator (vllm)."""
+        return str(self.ask([np.random.default_rng().integers(0, vocabulary, tokens).tolist()], 0, True)["profile"])
 
     def close(self) -> None:
         """Ends the process."""

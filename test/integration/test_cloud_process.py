@@ -161,7 +161,7 @@ def test_several_robots_garbage_kill_and_restart(
         assert status == 0
         assert seconds < 1.0
         check_counts(cloud.log.read_text(), robots, len(garbage))
-        assert ("1 lanes" in cloud.log.read_text()) == (compute == "lanes")
+        assert ("2 lanes" in cloud.log.read_text()) == (compute == "lanes")
     finally:
         cloud.process.kill()
 

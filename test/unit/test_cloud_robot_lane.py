@@ -331,7 +331,7 @@ def test_contexts_are_computed_in_process_without_chat_and_in_lanes_with_it() ->
     assert CloudConfig().num_lanes == 0
     assert CloudConfig(serving=chat).num_lanes == 2
     assert CloudConfig(serving=chat, context=ContextConfig(compute="in_process")).num_lanes == 0
-    assert CloudConfig(context=ContextConfig(compute="lanes")).num_lanes == 1
+    assert CloudConfig(context=ContextConfig(compute="lanes")).num_lanes == 2
     lanes = CloudConfig(serving=chat)
     assert [spec.name for spec in lane_specs(lanes)] == ["robots0", "robots1"]
     assert lanes.lane_rules.hang_s < lanes.serving.supervisor.hang_s

@@ -19,11 +19,12 @@ from vla_cloud.kv_transfer.connector import PeerRefused, PeerUnreachable, Transf
 from vla_cloud.kv_transfer.digest import piece_hash
 from vla_cloud.kv_transfer.frames import Frame, Link
 from vla_cloud.kv_transfer.handshake import Address, Deadline, greet, new_secret
-from vla_cloud.kv_transfer.layout import LayoutMismatch
+from vla_cloud.kv_transfer.layout import KvLayout, LayoutMismatch
 from vla_cloud.kv_transfer.memory import KvMemory, base_address, copy, map_pool
 from vla_cloud.kv_transfer.peer import Peer
 from vla_cloud.kv_transfer.receiver import Receiver, ReceiverOptions
-from vla_cloud.kv_transfer.sender import Sender
+from vla_cloud.kv_transfer.sender import Sender, SenderOptions
+from vla_cloud.kv_transfer.streaming_copy import streaming_copy
 from vla_cloud.kv_transfer.transfer import Batch, Transfer, runs
 from vla_common.clock import Clock
 
@@ -69,6 +70,15 @@ class SharedMemorySender(Sender):
     batch_bytes = 4 << 20
     # 4 MiB take 0.6 ms to copy; to wake a thread takes 0.1 ms on an idle machine, and milliseconds on a busy one.
     inline_bytes = 4 << 20
+    # From here on past the caches; less is better found in them by a D on the same chip, and a small pool fits there.
+    stream_bytes = 1 << 20
+    stream_pool_bytes = 64 << 20
+
+    def __init__(self, layout: KvLayout, pool: NDArray[np.uint8], clock: Clock,
+                 options: SenderOptions | None = None) -> None:
+        """See Sender; for large pools, compiles the copy, which takes a moment."""
+        super().__init__(layout, pool, clock, options)
+        self._stream = streaming_copy(layout.piece_bytes) if pool.nbytes >= self.stream_pool_bytes else None
 
     def meet(self, address: str) -> tuple[Link, Frame, NDArray[np.uint8]]:
         """See Sender; the context is the receiver's pool."""
@@ -109,6 +119,11 @@ class SharedMemorySender(Sender):
                 return None
             if peer.hashing:
                 return self._put_hashed(batch, source, target, from_layer, to_layer)
+            if self._stream and len(batch.layers) * len(batch.local) * size >= self.stream_bytes:
+                places, pieces = np.array(batch.remote, np.int64), np.array(batch.local, np.int64)
+                layers = batch.layers
+                self._stream(target, source, to_layer, from_layer, places, pieces, layers.start, layers.stop, size)
+                return 0
             stretches = [(at * size, to * size, count * size) for at, to, count in runs(batch.local, batch.remote)]
             for layer in batch.layers:
                 near, far = source + layer * from_layer, target + layer * to_layer

@@ -286,7 +286,8 @@ def _own() -> int:
 
 def test_a_lane_without_a_model_is_not_started_again(tmp_path: object) -> None:
     async def go() -> None:
-        config = CloudConfig(model=tmp_path / "none", context=replace(CONTEXT, compute="lanes"))
+        one = replace(CONTEXT, compute="lanes", lanes=replace(CONTEXT.lanes, count=1))
+        config = CloudConfig(model=tmp_path / "none", context=one)
         specs = [
             replace(spec, environment={**spec.environment, "PYTHONPATH": str(ROOT), "VLA_LOG": "error"})
             for spec in lane_specs(config)
