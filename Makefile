@@ -28,7 +28,7 @@ demo: $(VENV)/.ready
 	$(BIN)/vla demo $(if $(FAULTS),--faults $(FAULTS)) $(if $(EPISODES),--episodes $(EPISODES)) $(ARGS)
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python tools/run_tests.py $(TESTS)
 
 # The slow ones too: a build by colcon, launch files, the closed loop over ROS topics.
 test-ros: $(VENV)/.ready-ros
