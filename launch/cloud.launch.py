@@ -15,7 +15,7 @@ ARGUMENTS = (
     ("listen", "tcp/127.0.0.1:7448", "Endpoint to host"),
     ("model", str(SHARE / "models" / "tabletop"), "Model folder"),
     ("threads", "1", "Threads of torch"),
-    ("allow_non_loopback", "false", "Listen on an address that other machines reach; the link is not encrypted"),
+    ("allow_non_loopback", "false", "Listen without encryption on an address that other machines reach"),
 )
 
 
@@ -27,7 +27,7 @@ def make_node(context) -> list:
 
     arguments = [f"--{name}={value(name)}" for name in ("config", "listen", "model", "threads")]
     if value("allow_non_loopback").lower() == "true":
-        arguments.append("--allow-non-loopback")
+        arguments.append("--insecure-non-loopback")
     return [Node(package="vla_runtime", executable="vla_cloud", name="vla_cloud", arguments=arguments, output="screen")]
 
 

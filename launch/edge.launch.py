@@ -22,7 +22,7 @@ ARGUMENTS = (
     ("robot_file", str(SHARE / "config" / "robots" / "panda_2f85.yaml"), "Joints and their limits"),
     ("model", str(SHARE / "models" / "tabletop"), "Model folder"),
     ("cloud", "tcp/127.0.0.1:7448", "Endpoint of vla cloud"),
-    ("allow_remote", "false", "Whether the cloud may be on another machine; the link is not encrypted"),
+    ("allow_remote", "false", "Whether the cloud may be on another machine without encryption; tls/ always may"),
     ("record", "", "Record all topics to this file, such as run.mcap; empty: do not"),
     ("command_output", "joint_state", "joint_state, forward_command or joint_trajectory"),
     ("command_topic", "", "Topic of the commands; empty: the usual one of command_output"),

@@ -9,12 +9,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import ssl
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
+
+from vla_common.tls import TlsError, client_context, client_failure
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 _START: Final = "vla cloud --set serving.model=smollm2 --set gateway.http_listen=127.0.0.1:8000"
@@ -42,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--max-tokens", type=int, help="longest answer")
     result.add_argument("--temperature", type=float, help="0 is greedy; default: the server's")
     result.add_argument("--seed", type=int, help="same seed, same answer")
+    result.add_argument("--ca", type=Path, help="https: CA of the server's certificate; default: the public ones")
+    result.add_argument("--cert", type=Path, help="https: client certificate, if the server asks for one")
+    result.add_argument("--key", type=Path, help="https: its private key")
     result.add_argument("--stats", action="store_true", help="token counts after each answer")
     return result
 
@@ -55,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     timeout = httpx.Timeout(_PAUSE_S, connect=_CONNECT_S)
     try:
-        client = httpx.Client(base_url=_base(arguments.url), timeout=timeout, trust_env=False)
+        base = _base(arguments.url)
+        client = httpx.Client(base_url=base, timeout=timeout, trust_env=False, verify=_trust(arguments, base))
+    except TlsError as error:
+        print(f"vla chat: {error}", file=sys.stderr)
+        return EXIT_USAGE
     except (httpx.InvalidURL, ValueError) as error:
         print(f"vla chat: {arguments.url!r} is not a URL such as http://127.0.0.1:8000: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -239,6 +250,15 @@ def _base(url: str) -> httpx.URL:
     return base.copy_with(path=base.path.rstrip("/").removesuffix("/v1") or "/")
 
 
+def _trust(arguments: argparse.Namespace, base: httpx.URL) -> ssl.SSLContext | bool:
+    """Whom to believe; raises TlsError."""
+    if not (arguments.ca or arguments.cert or arguments.key):
+        return True
+    if base.scheme != "https":
+        raise TlsError("--ca, --cert and --key are for addresses that begin with https://")
+    return client_context(arguments.ca, arguments.cert, arguments.key)
+
+
 def _first_model(client: httpx.Client) -> str:
     with _told(client):
         response = client.get("/v1/models", timeout=_CONNECT_S * 2)
@@ -255,12 +275,18 @@ def _told(client: httpx.Client) -> Iterator[None]:
     """Errors of the network in words."""
     try:
         yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise ChatError(f"no server at {client.base_url} ({error}); start one with\n  {_START}") from error
-    except httpx.TimeoutException as error:
-        raise ChatError(f"{client.base_url} does not answer ({type(error).__name__})") from error
     except httpx.HTTPError as error:
-        raise ChatError(f"the connection to {client.base_url} broke: {error}") from error
+        told = client_failure(error, client.base_url.host)
+        raise ChatError(f"{client.base_url}: {told}" if told else _network_failure(client, error)) from error
+
+
+def _network_failure(client: httpx.Client, error: httpx.HTTPError) -> str:
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+        return f"no server at {client.base_url} ({error}); start one with\n  {_START}"
+    if isinstance(error, httpx.TimeoutException):
+        return f"{client.base_url} does not answer ({type(error).__name__})"
+    is_refused = isinstance(error, httpx.RemoteProtocolError) and client.base_url.scheme == "http"
+    return f"the connection to {client.base_url} broke: {error}" + (" (is it https://?)" if is_refused else "")
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from vla_cli.doctor_keys import check_certificates
 from vla_cli.doctor_machine import (
     check_governor,
     check_kernel,
@@ -25,6 +26,7 @@ from vla_cli.doctor_machine import (
 )
 from vla_cli.finding import Finding, Level
 from vla_cli.graphics import APT_LINE, working_backend
+from vla_common.clock import SystemClock
 from vla_common.manifest import FILE_NAME, ManifestError, load_manifest
 
 EXTRAS: Final[dict[str, tuple[str, ...]]] = {
@@ -141,6 +143,7 @@ def findings(models: Path) -> Iterator[Finding]:
     yield from check_engines()
     yield check_zenoh()
     yield check_ros()
+    yield check_certificates(None, SystemClock())
     yield from check_models(models)
 
 

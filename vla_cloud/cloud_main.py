@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vla_cloud.config import CloudConfig
 from vla_cloud.context.front import Publish
+from vla_cloud.link_security import link_settings, warn_of_open_doors
 from vla_cloud.pools.serving_thread import PoolThread, ServingError, ServingThread, StartInterrupted
 from vla_common.clock import SystemClock
 from vla_common.config import ConfigError, load_config
@@ -21,7 +22,7 @@ from vla_common.logging_setup import setup_logging
 from vla_common.manifest import Manifest, ManifestError, load_manifest
 from vla_common.process import StopFlag, end_with_parent, stop_on_signals
 from vla_common.topics import ANY_ROBOT
-from vla_common.zenoh_session import Bus, BusError, Publisher, check_endpoint, open_bus
+from vla_common.zenoh_session import Bus, BusError, Publisher, open_bus
 
 if TYPE_CHECKING:
     from vla_cloud.context.pooled_service import PooledContextService
@@ -51,11 +52,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--grpc", metavar="HOST:PORT", help="chat: gRPC, such as 127.0.0.1:50051")
     result.add_argument("--threads", type=int, help="threads of torch")
     result.add_argument(
-        "--allow-non-loopback",
+        "--insecure-non-loopback", "--allow-non-loopback",
         action="store_true",
         default=None,
-        help="listen on an address that other machines reach; the link is neither encrypted nor authenticated",
-    )
+        help="listen without encryption on an address that other machines reach (--allow-non-loopback is its old name)",
+    )  # fmt: skip
     return result
 
 
@@ -74,7 +75,8 @@ def read_config(arguments: argparse.Namespace) -> CloudConfig:
                 config, serving=changed(config.serving, model="chat", colocated="colocated"),
                 gateway=changed(config.gateway, http_listen="http", grpc_listen="grpc"),
             ),
-            listen="listen", model="model", threads="threads", allow_non_loopback="allow_non_loopback",
+            listen="listen", model="model", threads="threads",
+            insecure_non_loopback="insecure_non_loopback",
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -87,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         setup_logging("cloud")
         config = read_config(arguments)
-        _check_listen(config)
+        link = link_settings(config)
+        warn_of_open_doors(config)
         # Before the slow part, so that an interrupted start ends cleanly too.
         pools = bool(config.serving.model) + bool(config.num_lanes)
         doors_s = config.gateway.drain_s + _DOORS_S if config.gateway.is_open else 0.0
@@ -98,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             context_service(config, outlet.publish, stop) as (service, manifest),
             chat_pools(config, stop),
             open_bus(
-                config.listen, "router", node="vla_cloud", domain=config.domain, allow_remote=config.allow_non_loopback
+                config.listen, "router", node="vla_cloud", domain=config.domain, allow_remote=config.may_be_insecure,
+                settings=link,
             ) as bus,
         ):
             outlet.bus = bus
@@ -216,13 +220,6 @@ class _Outlet:
         if robot not in self._publishers:
             self._publishers[robot] = self.bus.publisher("context", robot)
         self._publishers[robot].put(payload)
-
-
-def _check_listen(config: CloudConfig) -> None:
-    try:
-        check_endpoint(config.listen, config.allow_non_loopback)
-    except BusError as error:
-        raise BusError(f"{error} (--allow-non-loopback)") from error
 
 
 if __name__ == "__main__":

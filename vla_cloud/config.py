@@ -9,6 +9,8 @@ from typing import Literal
 from vla_cloud.core.admission import AdmissionConfig
 from vla_cloud.core.placement import PlacementConfig
 from vla_cloud.gateway.settings import GrpcRules, check_listen
+from vla_common.link_security import RobotLink
+from vla_common.tls import ServerTls
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,10 @@ class CloudConfig:
     """The whole process."""
 
     listen: str = "tcp/127.0.0.1:7448"
-    allow_non_loopback: bool = False
+    insecure_non_loopback: bool = False
+    allow_non_loopback: bool = False  # its old name, still taken
+    tls: ServerTls = field(default_factory=ServerTls)
+    robot_link: RobotLink = field(default_factory=RobotLink)
     domain: int = 0
     model: Path = Path("models/tabletop")
     threads: int = 1
@@ -223,6 +228,11 @@ class CloudConfig:
         if self.num_lanes and (batch > 64 or image > 1 << 20 or batch * image > 12 << 20):
             told = "max_batch may be 64, max_image_bytes 1 MiB and their product 12 MiB at most"
             raise ValueError(f"with robot lanes, {told}, got {batch} and {image}")
+
+    @property
+    def may_be_insecure(self) -> bool:
+        """Whether other machines may reach what is not encrypted."""
+        return self.insecure_non_loopback or self.allow_non_loopback
 
     @property
     def num_lanes(self) -> int:

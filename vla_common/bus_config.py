@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 Role = Literal["router", "peer"]
@@ -9,16 +11,33 @@ Role = Literal["router", "peer"]
 LEASE_MS: Final = 400
 """A hung peer is noticed after about this long (7.8 s by default)."""
 
-_LOOPBACK_HOSTS: Final = ("127.", "localhost:", "[::1]:")
 _HOSTLESS_LINKS: Final = ("unixsock-stream", "unixpipe")
+_ENCRYPTED_LINKS: Final = ("tls", "quic")
 
 
 class BusError(Exception):
     """A session that could not be opened or used; the message names the likely cause and the remedy."""
 
 
+def is_encrypted(endpoint: str) -> bool:
+    """Whether a Zenoh endpoint is one of TLS."""
+    return endpoint.partition("/")[0] in _ENCRYPTED_LINKS
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether only this machine reaches a Zenoh endpoint. Of names, only localhost is taken to be local."""
+    link, _, address = endpoint.partition("/")
+    if link in _HOSTLESS_LINKS:
+        return True
+    host = address.partition("#")[0].partition("?")[0].rpartition(":")[0].removeprefix("[").removesuffix("]")
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def check_endpoint(endpoint: str, allow_remote: bool) -> None:
-    """Refuse endpoints that are malformed or leave this machine without leave.
+    """Refuse endpoints that are malformed, or leave this machine without leave and without encryption.
 
     Raises:
         BusError: with the remedy.
@@ -26,22 +45,25 @@ def check_endpoint(endpoint: str, allow_remote: bool) -> None:
     link, separator, address = endpoint.partition("/")
     if not separator or not link or not address:
         raise BusError(f"endpoint {endpoint!r} is not of the form link/address, such as tcp/127.0.0.1:7447")
-    if link in _HOSTLESS_LINKS or allow_remote:
+    if allow_remote or is_encrypted(endpoint) or is_local(endpoint):
         return
-    if not address.startswith(_LOOPBACK_HOSTS):
-        raise BusError(
-            f"endpoint {endpoint!r} is reachable from other machines, and the link is neither encrypted nor "
-            "authenticated; use 127.0.0.1, or set allow_remote where the network is trusted"
-        )
+    raise BusError(
+        f"endpoint {endpoint!r} is reachable from other machines, and the link is neither encrypted nor "
+        "authenticated; use tls/ with certificates (docs/security.md), 127.0.0.1, or set allow_remote where the "
+        "network is trusted"
+    )
 
 
-def session_config(endpoint: str, role: Role, isolated: bool = False) -> dict[str, Any]:
+def session_config(
+    endpoint: str, role: Role, isolated: bool = False, more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Zenoh configuration by key, for :func:`vla_common.zenoh_session.open_bus`; plain data so that a test can read it.
 
     Joining sessions are Zenoh *clients*: a Zenoh router passes samples between clients, but since 1.9 not between peers
     that do not listen; and two routers do not reliably find each other's subscribers again after one restarted
     (measured: 7 of 20 quick restarts left the link up and silent, clients 0 of 140). ``isolated`` makes it a peer,
-    which for that reason hears the router's own process only.
+    which for that reason hears the router's own process only. ``more`` is added, such as
+    :func:`vla_common.link_security.join_settings`.
     """
     hosts = role == "router"
     return {
@@ -59,4 +81,5 @@ def session_config(endpoint: str, role: Role, isolated: bool = False) -> dict[st
         "transport/shared_memory/enabled": False,
         "transport/link/tx/lease": LEASE_MS,
         "transport/unicast/open_timeout": 1000,
+        **(more or {}),
     }

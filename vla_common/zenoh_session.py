@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import zenoh
@@ -40,6 +41,13 @@ CLOSE_TIMEOUT_S: Final = 1.0
 OPEN_WAIT_S: Final = 0.2
 """How long open_bus waits for a router that is up; a bus without one is returned unconnected after this."""
 
+# Noise without a remedy: zenoh_task complains 10 s after a session closed about tasks of that session, "establishment"
+# four times a second about a log-in that is refused (vla_common/link_watch.py tells it once), "token" about the end of
+# tokens that access control refused.
+_LOG_FILTER: Final = (
+    "error,zenoh_task=off,zenoh_transport::unicast::establishment=off,zenoh::net::routing::hat::broker::token=off"
+)
+
 __all__ = [
     "Bus",
     "BusError",
@@ -49,6 +57,7 @@ __all__ = [
     "Received",
     "check_endpoint",
     "open_bus",
+    "read_access_control",
 ]
 
 
@@ -62,6 +71,7 @@ def open_bus(
     isolated: bool = False,
     allow_remote: bool = False,
     clock: Clock | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Bus:
     """Open a session on one network.
 
@@ -72,17 +82,17 @@ def open_bus(
         namespace: ROS namespace of the node.
         domain: ROS domain id.
         isolated: a peer that exchanges samples with the router's process only, not with other peers.
-        allow_remote: permit an endpoint outside loopback.
+        allow_remote: permit an endpoint outside loopback that is not encrypted.
         clock: time source for receive stamps and for source stamps.
+        settings: further ones of Zenoh, such as :func:`vla_common.link_security.host_settings`.
 
     Raises:
         BusError: bad endpoint, or the port is in use.
     """
     check_endpoint(endpoint, allow_remote)
-    # zenoh_task complains 10 s after a session closed about tasks of that session: noise without a remedy.
-    zenoh.init_log_from_env_or("error,zenoh_task=off")
+    zenoh.init_log_from_env_or(_LOG_FILTER)
     config = zenoh.Config()
-    for key, value in session_config(endpoint, role, isolated).items():
+    for key, value in session_config(endpoint, role, isolated, settings).items():
         config.insert_json5(key, json.dumps(value))
     bus = Bus(endpoint, NodeId("", node, namespace, domain), clock or SystemClock())
     if role == "router":
@@ -94,6 +104,21 @@ def open_bus(
     if bus._failure is not None:
         raise bus._failure
     return bus
+
+
+def read_access_control(path: Path) -> dict[str, Any]:
+    """Zenoh settings of the ``access_control`` in a Zenoh configuration file (JSON5).
+
+    Raises:
+        BusError: no such file, or it grants nothing because access control is not enabled in it.
+    """
+    try:
+        found = json.loads(zenoh.Config.from_file(str(path)).get_json("access_control"))
+    except zenoh.ZError as error:
+        raise BusError(f"robot_link.access {path}: {str(error).split(' at /', 1)[0]}") from error
+    if not found.get("enabled"):
+        raise BusError(f"robot_link.access {path}: access_control is not enabled in it; 'vla keys' writes such a file")
+    return {"access_control": found}
 
 
 class Bus:
@@ -121,6 +146,11 @@ class Bus:
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+    @property
+    def closed(self) -> bool:
+        """True from the call of :meth:`close` on."""
+        return self._closed
 
     def connected(self) -> bool:
         """True while at least one other session is linked to this one."""

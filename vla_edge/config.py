@@ -13,6 +13,7 @@ import yaml
 
 from vla_common.config import ConfigError, from_mapping, load_config
 from vla_common.joint_command import CommandOutput
+from vla_common.link_security import CloudLink
 from vla_edge.core.chunk import GateConfig
 from vla_edge.core.chunk_queue import ChunkQueue
 from vla_edge.core.ensembler import CAPACITY, RuleName, make_rule
@@ -166,6 +167,7 @@ class EdgeConfig:
     model: Path = Path("models/tabletop")
     bus: str = "tcp/127.0.0.1:7447"
     cloud: str = "tcp/127.0.0.1:7448"
+    cloud_link: CloudLink = field(default_factory=CloudLink)
     allow_remote: bool = False
     record: Path | None = None
     motor: MotorConfig = field(default_factory=MotorConfig)

@@ -23,8 +23,9 @@ from vla_common.logging_setup import setup_logging
 from vla_common.manifest import ManifestError, load_manifest
 from vla_common.process import StopFlag, end_with_parent, spawn, stop_all, stop_on_signals
 from vla_common.topics import topic_spec
-from vla_common.zenoh_session import BusError, check_endpoint
+from vla_common.zenoh_session import BusError
 from vla_edge.child import EXIT_PERMANENT, arguments
+from vla_edge.cloud_link import check_cloud_link
 from vla_edge.config import EdgeConfig, load_edge_config, load_limits, make_queue
 from vla_edge.core.health import Tick, TickWatch
 from vla_edge.core.heartbeat import HeartbeatWatch
@@ -217,7 +218,7 @@ def check(config: EdgeConfig) -> JointLimits:
     limits = load_limits(config.robot_file, config.motor.period_s)
     make_queue(config, len(limits))
     check_robot_bus(config)
-    check_endpoint(config.cloud, config.allow_remote)
+    check_cloud_link(config)
     try:
         topic_spec("joint_command").topic(config.robot_id)
     except ValueError as error:

@@ -15,8 +15,9 @@ from vla_common.messages import new
 from vla_common.metrics import Counters
 from vla_common.topics import topic_spec
 from vla_common.wire import WireError, decode, encode, make_header, normalise_instruction, stamp_ns
-from vla_common.zenoh_session import Bus, Received, open_bus
+from vla_common.zenoh_session import Bus, Received
 from vla_edge.child import Child, main_exit, run
+from vla_edge.cloud_link import open_cloud_link
 from vla_edge.core.arrival import Arrivals, JointReader, MonotonicStamps, ReceiveInstants
 from vla_edge.core.local_motion import is_home_phrase
 from vla_edge.images import Cameras
@@ -242,7 +243,7 @@ def body(child: Child) -> None:
     config = child.config
     cameras = [camera.name for camera in load_manifest(config.model, verify=False).cameras]
     with open_robot_bus(config, "vla_io", child.clock) as bus, \
-            open_bus(config.cloud, node=f"vla_io_{config.robot_id}", allow_remote=config.allow_remote) as cloud:
+            open_cloud_link(config, "vla_io", watch=True) as cloud:
         loop = IoLoop(child, cameras, bus, cloud)
         period_ns = round(config.io.poll_s * NS)
         due_ns = child.clock.monotonic_ns()

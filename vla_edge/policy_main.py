@@ -12,8 +12,9 @@ from vla_common.messages import new
 from vla_common.metrics import Counters, Histogram, RateMeter
 from vla_common.tensors import tokens_of
 from vla_common.wire import WireError, decode, encode, make_header, stamp_ns
-from vla_common.zenoh_session import Bus, open_bus
+from vla_common.zenoh_session import Bus
 from vla_edge.child import Child, main_exit, run
+from vla_edge.cloud_link import open_cloud_link
 from vla_edge.core.chunk import REJECTS, ActionChunk
 from vla_edge.core.context_mailbox import Context, ContextMailbox, MailboxConfig
 from vla_edge.core.denoiser import Denoiser
@@ -199,7 +200,7 @@ def body(child: Child) -> None:
     denoiser = make_denoiser(config.model, manifest, config.policy.engine, config.policy.fp16)
     planner = make_planner(child, manifest, denoiser, secrets.token_hex(8))
     with open_robot_bus(config, "vla_policy", child.clock) as bus, \
-            open_bus(config.cloud, node=f"vla_policy_{config.robot_id}", allow_remote=config.allow_remote) as cloud:
+            open_cloud_link(config, "vla_policy") as cloud:
         LOG.info("model %s on %s", manifest.name, denoiser.engine)
         loop = PolicyLoop(child, planner, denoiser.engine, bus, cloud)
         while not child.stop.is_set():

@@ -19,8 +19,9 @@ from vla_common.config import ConfigError
 from vla_common.logging_setup import setup_logging
 from vla_common.manifest import ManifestError, load_manifest
 from vla_common.process import StopFlag, end_with_parent, stop_on_signals
-from vla_common.zenoh_session import BusError, open_bus
+from vla_common.zenoh_session import BusError
 from vla_edge.adapters.mcap_recorder import McapRecorder, RecordingError
+from vla_edge.cloud_link import open_cloud_link
 from vla_edge.config import EdgeConfig, load_edge_config
 from vla_edge.core.trace import METADATA
 from vla_edge.recorder_main import POLL_S, drain, free_path, subscribe
@@ -96,7 +97,7 @@ def record(options: RecordOptions, stop: StopFlag, clock: Clock) -> Counter[str]
         raise ConfigError(f"no robot file {config.robot_file} ({error.strerror}): set robot_file to the robot's, "
                           "'vla replay' needs it") from error
     with open_robot_bus(config, NODE, clock) as bus, \
-            open_bus(config.cloud, node=f"{NODE}_{config.robot_id}", allow_remote=config.allow_remote) as cloud:
+            open_cloud_link(config, NODE, watch=True) as cloud:
         try:
             readers = subscribe({"bus": bus, "cloud": cloud}, config, list(options.cameras))
         except ValueError as error:  # an id that is none

@@ -11,9 +11,9 @@ from vla_common.clock import Clock, sleep_s
 from vla_common.joint_command import command_template
 from vla_common.manifest import load_manifest
 from vla_common.topics import TOPICS
-from vla_common.zenoh_session import open_bus
 from vla_edge.adapters.mcap_recorder import McapRecorder, RecordingError
 from vla_edge.child import Child, PermanentError, main_exit, run
+from vla_edge.cloud_link import open_cloud_link
 from vla_edge.config import EdgeConfig
 from vla_edge.core.trace import METADATA
 from vla_edge.robot_bus import RobotBus, RobotSubscriber, command_spec, image_spec, open_robot_bus
@@ -67,14 +67,13 @@ def body(child: Child) -> None:
     if config.record is None:
         raise PermanentError("no file to record to: give --record FILE.mcap")
     cameras = [camera.name for camera in load_manifest(config.model, verify=False).cameras]
-    node = f"vla_recorder_{config.robot_id}"
     try:
         recorder = McapRecorder(free_path(config.record))
         # All that 'vla replay' needs beside the messages.
         recorder.describe(METADATA, {"settings": config.to_json(),
                                      "robot_file": config.robot_file.read_text(encoding="utf-8")})
         with open_robot_bus(config, "vla_recorder", child.clock) as bus, \
-                open_bus(config.cloud, node=node, allow_remote=config.allow_remote) as cloud:
+                open_cloud_link(config, "vla_recorder") as cloud:
             readers = subscribe({"bus": bus, "cloud": cloud}, config, cameras)
             LOG.info("recording to %s", recorder.path)
             beat = child.memory.blank("recorder")

@@ -17,8 +17,8 @@ from vla_common.manifest import load_manifest
 from vla_common.messages import new
 from vla_common.process import StopFlag
 from vla_common.wire import WireError, decode, encode
-from vla_common.zenoh_session import open_bus
 from vla_edge.child import Child
+from vla_edge.cloud_link import open_cloud_link
 from vla_edge.config import EdgeConfig
 from vla_edge.core.diagnosis import Finding, clock_finding, inputs_finding, policy_finding, shield_finding
 from vla_edge.core.health import PolicyHealth
@@ -66,7 +66,7 @@ class EdgeSession:
         try:
             bus = open_robot_bus(config, "vla_io", clock)
             self._buses.append(bus)
-            cloud = open_bus(config.cloud, node=f"vla_io_{config.robot_id}", allow_remote=config.allow_remote)
+            cloud = open_cloud_link(config, "vla_io", watch=True)
             self._buses.append(cloud)
             self._io = IoLoop(Child(config, self.memory, limits, clock, self._flag), cameras, bus, cloud)
             self._io.accepts_rearm = False

@@ -219,7 +219,8 @@ def check_counts(log: str, robots: list[Robot], num_garbage: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--listen", "tcp/0.0.0.0:7447"], "--allow-non-loopback"),
+        (["--listen", "tcp/0.0.0.0:7447"], "--insecure-non-loopback"),
+        (["--listen", "tls/0.0.0.0:7447"], "set tls.certificate"),
         (["--listen", "somewhere"], "not of the form"),
         (["--model", "models/no_such_model"], "no_such_model"),
         (["--set", "contxt.rate_hz=5"], "did you mean 'context'"),

@@ -74,7 +74,8 @@ def test_a_door_needs_a_model_and_leave_for_other_machines(tmp_path):
     config = replace(CONFIG, gateway=GatewayConfig(grpc_listen="0.0.0.0:0"))
     with pytest.raises(GatewayError, match="other machines"):
         Doors(config, None, None, SystemClock())
-    Doors(replace(config, allow_non_loopback=True), None, None, SystemClock())
+    for name in ("insecure_non_loopback", "allow_non_loopback"):  # the second is its old name
+        Doors(replace(config, **{name: True}), None, None, SystemClock())
 
 
 @pytest.mark.parametrize("name", ["max_message_bytes", "max_rpcs", "slow_reader_s", "keepalive_s"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -42,11 +43,15 @@ class Doors:
             if gateway.http_listen:
                 from vla_cloud.gateway.http_server import HttpServer
 
-                self._doors.append(HttpServer(self.chat, gateway, clock, allow_remote=config.allow_non_loopback))
+                self._doors.append(HttpServer(self.chat, gateway, clock, allow_remote=config.may_be_insecure,
+                                              tls=config.tls))  # fmt: skip
             if gateway.grpc_listen or gateway.control_listen:
+                # Its core tells of every failed handshake, which any stranger can make it do; ours are counted.
+                os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
                 from vla_cloud.gateway.grpc_server import GrpcServer
 
-                self._doors.append(GrpcServer(self.chat, gateway, clock, allow_remote=config.allow_non_loopback))
+                self._doors.append(GrpcServer(self.chat, gateway, clock, allow_remote=config.may_be_insecure,
+                                              tls=config.tls))  # fmt: skip
         except ModuleNotFoundError as error:
             raise GatewayError(f"{error.name} is not installed: pip install 'vla-runtime[gateway]'") from error
 

@@ -19,9 +19,11 @@ from vla_cloud.config import GatewayConfig
 from vla_cloud.gateway.chat import Chat
 from vla_cloud.gateway.grpc_chat import ChatServicer
 from vla_cloud.gateway.grpc_control import ControlServicer
+from vla_cloud.gateway.grpc_tls import HandshakeWatch, WatchingInterceptor, credentials
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 from vla_cloud.gateway.settings import GatewayError, GrpcRules, check_listen
 from vla_common.clock import Clock
+from vla_common.tls import ServerTls
 
 LOG = logging.getLogger(__name__)
 
@@ -37,10 +39,21 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class GrpcServer:
     """Both servers of a gateway, in the event loop that calls :meth:`start`."""
 
-    def __init__(self, chat: Chat, config: GatewayConfig, clock: Clock, *, allow_remote: bool = False) -> None:
-        """Nothing listens yet. GatewayError for an address that other machines reach, without ``allow_remote``."""
+    def __init__(
+        self, chat: Chat, config: GatewayConfig, clock: Clock, *, allow_remote: bool = False,
+        tls: ServerTls | None = None,
+    ) -> None:  # fmt: skip
+        """Nothing listens yet. ``tls`` is for chat clients; a Unix socket and the control door do without.
+
+        Raises:
+            GatewayError: an address that other machines reach, without ``tls`` and ``allow_remote``; or the
+                certificates cannot be used.
+        """
+        self._tls = tls if tls is not None and tls.is_on and not config.grpc_listen.startswith("unix:") else None
         if config.grpc_listen:
-            check_listen(config.grpc_listen, allow_remote, "gateway.grpc_listen")
+            check_listen(config.grpc_listen, allow_remote or self._tls is not None, "gateway.grpc_listen")
+        self._handshakes = HandshakeWatch(f"gRPC on {config.grpc_listen}", config.grpc.keepalive_timeout_s, clock)
+        self._credentials = None if self._tls is None else credentials(self._tls, self._handshakes.begun)
         self._chat, self._config = chat, config
         self._chat_servicer = ChatServicer(chat, clock, config.grpc.slow_reader_s)
         self._servers: list[grpc.aio.Server] = []
@@ -98,14 +111,18 @@ class GrpcServer:
 
     async def _listen(self, listen: str, service: ServiceDescriptor, servicer: object) -> int:
         rules = self._config.grpc
-        server = grpc.aio.server(options=_options(rules), maximum_concurrent_rpcs=rules.max_rpcs)
+        secure = self._credentials if service is CHAT else None
+        server = grpc.aio.server(
+            options=_options(rules), maximum_concurrent_rpcs=rules.max_rpcs,
+            interceptors=() if secure is None else (WatchingInterceptor(self._handshakes.called),),
+        )  # fmt: skip
         handlers = _handlers(service, servicer)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
         server.add_registered_method_handlers(service.full_name, handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((service.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
-            port = server.add_insecure_port(listen)
+            port = server.add_insecure_port(listen) if secure is None else server.add_secure_port(listen, secure)
         except RuntimeError as error:
             raise GatewayError(f"cannot listen on {listen}: is the port in use, or the host not this one?") from error
         self._servers.append(server)
@@ -115,6 +132,7 @@ class GrpcServer:
     async def _watch_health(self) -> None:
         while not self._ending.is_set():
             await self._tell_health()
+            self._handshakes.look()
             try:
                 await asyncio.wait_for(self._ending.wait(), _HEALTH_S)
             except asyncio.TimeoutError:

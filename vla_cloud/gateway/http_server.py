@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -14,12 +15,14 @@ import uvicorn
 
 from vla_cloud.config import GatewayConfig
 from vla_cloud.gateway.chat import Chat
+from vla_cloud.gateway.door_tls import HandshakeLog, serve_tls, telling_context
 from vla_cloud.gateway.http_app import HttpApp
 from vla_cloud.gateway.http_exchange import ExchangeRules
 from vla_cloud.gateway.http_protocol import ConnectionRules, guarded_by
 from vla_cloud.gateway.metrics import GatewayMetrics
 from vla_cloud.gateway.settings import GatewayError
 from vla_common.clock import Clock
+from vla_common.tls import ServerTls, TlsError
 
 LOG = logging.getLogger(__name__)
 _END_S: Final = 1.0
@@ -31,14 +34,21 @@ class HttpServer:
 
     def __init__(
         self, chat: Chat, config: GatewayConfig, clock: Clock, *, allow_remote: bool = False,
-        metrics: GatewayMetrics | None = None,
+        metrics: GatewayMetrics | None = None, tls: ServerTls | None = None,
     ) -> None:  # fmt: skip
         """Nothing is open yet. ``metrics``: those of other doors to the same chat, for one page of all.
 
         Raises:
-            GatewayError: the address is wrong, or reachable from other machines without ``allow_remote``.
+            GatewayError: the address is wrong, or reachable from other machines without ``tls`` and ``allow_remote``;
+                or the certificates cannot be used.
         """
-        self._family, self.address, self._is_loopback = _resolve(config.http_listen, allow_remote)
+        is_secure = tls is not None and tls.is_on
+        self._family, self.address, self._is_loopback = _resolve(config.http_listen, allow_remote or is_secure)
+        try:
+            told = HandshakeLog(f"https://{config.http_listen}", clock)
+            self._tls = telling_context(tls, told.failed) if tls is not None and is_secure else None
+        except TlsError as error:
+            raise GatewayError(f"gateway.http_listen: {error}") from error
         self.metrics = metrics if metrics is not None else GatewayMetrics(clock, chat.health)
         self._chat, self._config = chat, config
         self._rules = ConnectionRules(config.http_max_connections, config.http_head_timeout_s)
@@ -66,7 +76,8 @@ class HttpServer:
                 access_log=False, server_header=False, proxy_headers=False,
                 timeout_keep_alive=max(1, round(self._config.http_head_timeout_s)),
                 timeout_graceful_shutdown=round(_END_S),
-            )
+            ),
+            self._tls,
         )  # fmt: skip
         self.metrics.connections = self._connections
         self._serving = asyncio.ensure_future(self._server.serve([listener]))
@@ -76,7 +87,7 @@ class HttpServer:
         if self._serving.done():
             self._serving.result()
             raise GatewayError(f"gateway.http_listen {self.url}: the HTTP server ended as it started")
-        LOG.info("chat on http://%s", self.url)
+        LOG.info("chat on %s://%s", "https" if self._tls else "http", self.url)
 
     @property
     def url(self) -> str:
@@ -110,12 +121,16 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """Signals are the process's own business."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
         super().__init__(config)
         self.opened = asyncio.Event()
+        self._tls = tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup(sockets if self._tls is None else [])
+        if self._tls is not None:
+            # uvicorn would give a client a minute for its handshake.
+            self.servers += [await serve_tls(self, sock, self._tls, _BACKLOG) for sock in sockets or ()]
         self.opened.set()
 
     @contextlib.contextmanager
@@ -137,6 +152,7 @@ def _resolve(address: str, allow_remote: bool) -> tuple[socket.AddressFamily, tu
     if not is_loopback and not allow_remote:
         raise GatewayError(
             f"gateway.http_listen {address!r} is reachable from other machines, and HTTP is neither encrypted nor "
-            "authenticated; use 127.0.0.1, or set allow_non_loopback where the network is trusted"
+            "authenticated; set tls.certificate and tls.key (docs/security.md), use 127.0.0.1, or set "
+            "insecure_non_loopback where the network is trusted"
         )
     return family, (str(place[0]), int(place[1])), is_loopback

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vla_common.bus_config import BusError, check_endpoint
+from vla_common.bus_config import BusError, check_endpoint, is_local
 
 _UNIX = "unix:"
 
 
 class GatewayError(ValueError):
     """A front door cannot be opened; the message names the remedy."""
+
+
+def is_reachable(listen: str) -> bool:
+    """Whether other machines reach host:port."""
+    return not listen.startswith(_UNIX) and not is_local(f"tcp/{listen}")
 
 
 def check_listen(listen: str, allow_remote: bool, name: str) -> None:

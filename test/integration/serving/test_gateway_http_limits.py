@@ -239,7 +239,7 @@ def test_pages_of_other_sites_get_nothing(rig: HttpRig) -> None:
 
 
 def test_an_address_that_others_reach_needs_leave(rig: HttpRig) -> None:
-    for address, told in (("0.0.0.0:0", "allow_non_loopback"), ("[::]:0", "allow_non_loopback"), ("8000", "host:port"),
+    for address, told in (("0.0.0.0:0", "insecure_non_loopback"), ("[::]:0", "insecure_non_loopback"), ("8000", "host:port"),
                           (rig.server.url, "in use"), ("127.0.0.1:99999", "host:port")):  # fmt: skip
         with pytest.raises(GatewayError, match=told):
             rig.thread.call(HttpServer(rig.chat, replace(GATEWAY, http_listen=address), SystemClock()).start())
