@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from vla_cloud.core.admission import AdmissionConfig
-from vla_cloud.core.placement import PlacementConfig
+from vla_cloud.core.router.settings import PlacementConfig
 from vla_cloud.gateway.settings import GrpcRules, check_listen
 from vla_common.link_security import RobotLink
 from vla_common.tls import ServerTls

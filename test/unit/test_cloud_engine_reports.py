@@ -28,6 +28,7 @@ from kv_chain_runner import KvChainRunner, chain_layout
 
 from vla_cloud.core.generate import MAX_LOGPROBS, Priority
 from vla_cloud.core.preemption import SwapCost
+from vla_cloud.core.prefix_key import salt_hash
 from vla_cloud.core.step_plan import Role
 from vla_cloud.engine import first_token
 from vla_cloud.engine.calibrate import with_host_swap
@@ -77,6 +78,25 @@ def test_kv_events_tell_the_prefix_tree_without_a_gap():
             for row in event.rows:
                 (held.add if row.change.value == "stored" else held.remove)(row.block_hash)
     assert len(held) == worker.engine.tree.size > 0
+
+
+def test_a_worker_that_is_asked_lists_all_blocks_it_holds_also_when_idle():
+    bench = Bench()
+    worker = bench.add("w", Role.BOTH, num_blocks=16)
+    for i in range(3):
+        bench.generate("w", f"r{i}", make_work(make_prompt(i, 60)))
+        bench.settle()
+    told = len(worker.other)
+    bench.send("w", messages.KvSnapshot())
+    bench.settle()
+    (events,) = worker.other[told:]
+    last = [event for event in worker.other[:told] if isinstance(event, messages.KvEvents)][-1]
+    assert events.first_sequence == last.first_sequence + len(last.rows)
+    assert [row.change.value for row in events.rows] == ["cleared", *["stored"] * worker.engine.tree.size]
+    known = set()
+    for row in events.rows[1:]:  # parents first
+        assert row.parent_hash == salt_hash(b"") or row.parent_hash in known
+        known.add(row.block_hash)
 
 
 def test_ready_tells_what_the_worker_takes():

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+import zlib
 
 import pytest
 
-from vla_cloud.core.placement import MAX_BLOCKS_SEEN, Choice, Placement, PlacementConfig, block_hashes
+from vla_cloud.core.generate import ImageSpan
+from vla_cloud.core.kv_events import KvChange, KvEvent
+from vla_cloud.core.placement import Choice, Placement, PlacementConfig
+from vla_cloud.core.router.prompt_hashes import PromptHashes
 from vla_cloud.pools.codec import pack_tokens
+from vla_common.clock import NS_PER_S, ManualClock
 
 
 def prompt(seed: int, length: int) -> bytes:
@@ -15,8 +20,8 @@ def prompt(seed: int, length: int) -> bytes:
     return pack_tokens([rng.randrange(1000) for _ in range(length)])
 
 
-def pools(prefills: int = 2, decodes: int = 2, **config: object) -> Placement:
-    placement = Placement(PlacementConfig(**config))
+def pools(prefills: int = 2, decodes: int = 2, clock: ManualClock | None = None, **config: object) -> Placement:
+    placement = Placement(PlacementConfig(**config), clock)
     for i in range(prefills):
         placement.add(f"p{i}", "prefill", 100)
     for i in range(decodes):
@@ -150,7 +155,7 @@ def test_workers_of_both_roles_take_requests_alone() -> None:
 def test_an_answer_counts_as_seen_for_the_next_turn() -> None:
     placement = pools(prefills=1, decodes=2, skip_transfer_tokens=16)
     first = choose(placement, "a", prompt(1, 64))
-    placement.finished("a", 0, prompt(1, 64) + prompt(2, 32), b"")
+    placement.finished("a", 0, prompt(1, 64) + prompt(2, 32))
     turn = choose(placement, "b", prompt(1, 64) + prompt(2, 32) + prompt(3, 10))
     assert turn.prefill is None and turn.decode == first.decode
 
@@ -160,10 +165,154 @@ def test_what_is_remembered_is_bounded() -> None:
     for i in range(60):
         choose(placement, f"r{i}", prompt(i, 1600))
         placement.release(f"r{i}", 0)
-    assert len(placement._workers["p0"].seen) == max(MAX_BLOCKS_SEEN, 100)
-    assert len(block_hashes(prompt(1, 100_000), b"")) == MAX_BLOCKS_SEEN
+    assert placement.index.expected("p0") == placement.index.expected("d0") == 100
+    assert not placement._placed and len(placement._sessions) == len(placement.index) == 0
 
 
-@pytest.mark.parametrize("length", [0, 15, 16, 33])
-def test_only_whole_blocks_are_hashed(length: int) -> None:
-    assert len(block_hashes(prompt(1, length), b"")) == length // 16
+def events(first: int, hashes: list[bytes], change: KvChange = KvChange.STORED) -> list[KvEvent]:
+    return [KvEvent(first + i, change, value) for i, value in enumerate(hashes)]
+
+
+def test_what_workers_report_decides_and_what_they_drop_does_not() -> None:
+    placement = pools(decodes=1, unconfirmed_s=0.0)
+    hashes = list(PromptHashes(b"").extend(prompt(1, 320)))
+    placement.take_events("p1", 0, events(0, hashes))
+    for i in range(3):
+        choice = choose(placement, f"r{i}", prompt(1, 320) + prompt(i, 16))
+        assert (choice.prefill, choice.prefill_tokens) == ("p1", 16)
+    placement.take_events("p1", 20, events(20, hashes[::-1], KvChange.REMOVED))
+    assert choose(placement, "s", prompt(1, 320)) == Choice("p0", "d0", 320, 330)
+    counts = placement.snapshot()
+    assert (counts["prefill_hits"], counts["prefill_misses"], counts["index_blocks"]) == (3, 1, 0)
+    assert (counts["placed"], counts["prompt_tokens"], counts["prefill_cached_tokens"]) == (4, 4 * 336 - 16, 960)
+
+
+def test_a_placed_prompt_is_expected_for_a_bounded_time_and_confirmed_by_events() -> None:
+    clock = ManualClock(1)
+    placement = pools(decodes=1, clock=clock, unconfirmed_s=30.0)
+    first = choose(placement, "a", prompt(1, 320)).prefill
+    placement.release("a", 0)
+    clock.advance_ns(29 * NS_PER_S)
+    assert choose(placement, "b", prompt(1, 320) + prompt(2, 16)).prefill_tokens == 16
+    placement.take_events(first, 0, events(0, list(PromptHashes(b"").extend(prompt(1, 160)))))
+    clock.advance_ns(2 * NS_PER_S)
+    again = choose(placement, "c", prompt(1, 320) + prompt(3, 16))
+    assert (again.prefill, again.prefill_tokens) == (first, 176)  # the half that was not reported is not believed
+    assert placement.counters["blocks_confirmed"] == 10
+
+
+def test_load_that_others_placed_counts_and_own_load_does_not_count_twice() -> None:
+    placement = pools(prefills=2, decodes=2)
+    choose(placement, "a", prompt(1, 100))
+    for name, reported in (("p0", 100), ("p1", 500), ("d0", 40), ("d1", 0)):
+        placement.take_load(name, reported)
+    for i in range(3):
+        assert choose(placement, f"r{i}", prompt(i + 2, 100)).prefill == "p0"
+    placement.take_load("p1", 0)
+    assert choose(placement, "last", prompt(9, 100)).prefill == "p1"
+    placement.take_load("gone", 5)
+
+
+def test_reported_load_is_compared_with_what_is_placed_now() -> None:
+    placement = pools(decodes=1)
+    choose(placement, "a", prompt(1, 100), exclude=["p1"])
+    choose(placement, "b", prompt(2, 150), exclude=["p0"])
+    placement.take_load("p0", 100)  # what was placed from here: nothing more
+    assert choose(placement, "c", prompt(3, 10)).prefill == "p0"
+    for name in ("a", "b", "c"):
+        placement.prefill_done(name, 0)
+    placement.take_load("p0", 300)
+    placement.take_load("p1", 320)  # all of it is foreign now, also where more was placed before
+    assert choose(placement, "d", prompt(4, 10)).prefill == "p0"
+
+
+def test_round_robin_goes_round_whatever_the_load() -> None:
+    placement = pools(scorer="round_robin", imbalance_tokens=10)
+    assert {choose(placement, f"r{i}", prompt(i, 1000 if i else 10)).prefill for i in range(2)} == {"p0", "p1"}
+    chosen = [choose(placement, f"s{i}", prompt(i, 10)).prefill for i in range(4)]
+    assert chosen[0] != chosen[1] and chosen[:2] == chosen[2:]
+
+
+def test_a_long_answer_counts_as_far_as_it_is_expected() -> None:
+    placement = pools(expected_answer_tokens=50)
+    choice = placement.choose("a", 0, prompt(1, 100), b"", 4000)
+    assert isinstance(choice, Choice) and choice.decode_tokens == 150
+    placement.release("a", 0)
+    assert placement.load_tokens(choice.decode) == 0
+
+
+def test_a_session_stays_where_it_is_until_load_or_death_or_time_says_otherwise() -> None:
+    clock = ManualClock(1)
+    placement = pools(clock=clock, session_s=60.0, imbalance_tokens=1000)
+
+    def ask(name: str, salt: bytes = b"", session: str = "s", length: int = 200) -> Choice:
+        return choose(placement, name, prompt(zlib.crc32(name.encode()), length), salt, session=session)
+
+    first = ask("a")
+    for i in range(4):  # other prompts, more load: still there
+        again = ask(f"b{i}")
+        assert (again.prefill, again.decode) == (first.prefill, first.decode)
+    assert ask("tenant", b"t").prefill != first.prefill  # the same name of another tenant is another session
+    assert ask("full", length=1200).prefill == first.prefill
+    assert ask("moved").prefill != first.prefill  # imbalance
+    assert placement.counters["prefill_session"] == 5 and placement.counters["prefill_imbalance"] == 1
+    placement.remove("p0")
+    placement.remove("p1")
+    assert placement.choose("none", 0, prompt(1, 10), b"", 1, session="s") == "no prefill worker is ready"
+    clock.advance_ns(61 * NS_PER_S)
+    placement.add("p2", "prefill", 100)
+    ask("late")
+    assert placement.counters["prefill_session"] == 5 and len(placement._sessions) == 1
+
+
+def test_only_the_beginning_of_a_prompt_is_looked_at() -> None:
+    placement = pools(prefills=1, decodes=1, max_prefix_tokens=70)
+    assert choose(placement, "a", prompt(1, 320)).prefill_tokens == 320
+    placement.finished("a", 0, prompt(1, 320) + prompt(2, 50))
+    assert placement.index.expected("p0") == placement.index.expected("d0") == 4
+    assert choose(placement, "b", prompt(1, 320)).prefill_tokens == 320 - 64
+
+
+def test_sessions_are_bounded() -> None:
+    placement = pools(max_sessions=10)
+    for i in range(50):
+        choose(placement, f"r{i}", prompt(i, 16), session=f"s{i}")
+        placement.release(f"r{i}", 0)
+    assert placement.snapshot()["sessions"] == 10
+    off = pools(session_s=0.0)
+    choose(off, "a", prompt(1, 16), session="s")
+    assert off.snapshot()["sessions"] == 0
+
+
+@pytest.mark.parametrize("scorer", ["least_load", "round_robin"])
+def test_other_scorers_leave_caches_aside_and_count_load_all_the_same(scorer: str) -> None:
+    placement = pools(scorer=scorer)
+    first = choose(placement, "a", prompt(1, 200))
+    again = choose(placement, "b", prompt(1, 200))
+    assert again.prefill != first.prefill and placement.load_tokens(again.prefill) == 200
+    for name in ("a", "b"):
+        placement.release(name, 0)
+    assert [placement.load_tokens(name) for name in ("p0", "p1", "d0", "d1")] == [0, 0, 0, 0]
+
+
+def test_images_and_tenants_have_hashes_of_their_own_and_one_object_serves_all_attempts() -> None:
+    placement = pools(prefills=1, decodes=1)
+    image = ImageSpan(0, 4, b"i" * 32)
+    choose(placement, "a", prompt(1, 64), hashes=PromptHashes(b"t", (image,)))
+    assert choose(placement, "b", prompt(1, 64), b"t").prefill_tokens == 64
+    hashes = PromptHashes(b"t", (image,))
+    assert choose(placement, "c", prompt(1, 64), hashes=hashes).prefill_tokens == 1
+    placement.release("c", 0)
+    again = placement.choose("c", 1, prompt(1, 64) + prompt(2, 40), b"t", 5, hashes=hashes)
+    assert isinstance(again, Choice) and again.prefill_tokens == 40
+
+
+def test_a_worker_that_is_gone_is_out_of_the_index_at_once() -> None:
+    placement = pools(prefills=2, decodes=1, unconfirmed_s=0.0)
+    hashes = list(PromptHashes(b"").extend(prompt(1, 320)))
+    placement.take_events("p1", 0, events(0, hashes))
+    placement.remove("p1")
+    assert choose(placement, "a", prompt(1, 320)).prefill_tokens == 320
+    placement.add("p1", "prefill", 100)  # another process: numbers begin at 0
+    assert placement.index.match(hashes) == {} and not placement.take_events("p1", 0, events(0, hashes[:3]))
+    assert placement.index.match(hashes) == {"p1": 3}

@@ -32,6 +32,7 @@ TO_WORKER = [
     m.WriterDone("r", 1),
     m.LeaseExtend([m.LeaseRow("r", 1), m.LeaseRow("s", 0)], 20.0),
     m.ContextBatch(3, [m.ContextRow(pack_tokens([2, 7]), b"\xff\xd8jpeg"), m.ContextRow(pack_tokens([2]), b"")]),
+    m.KvSnapshot(),
     m.Ping(9),
     m.Drain(),
     m.Shutdown(),
@@ -62,6 +63,7 @@ GOLDEN = {
     "WriterDone": "19e9a0460a72d762",
     "LeaseExtend": "09b247bc45f46312",
     "ContextBatch": "31b7f3e031af8189",
+    "KvSnapshot": "fb14443a93c5d7ef",
     "Ping": "64b73ff2764c3db1",
     "Drain": "33870442fe601fed",
     "Shutdown": "e6b1c9a4139c9bad",
@@ -134,7 +136,7 @@ def test_to_gateway_and_back(message: m.Message) -> None:
     ],
 )
 def test_what_is_no_message_is_refused(wrong: object) -> None:
-    with pytest.raises(MessageError, match="protocol version 2"):
+    with pytest.raises(MessageError, match=f"protocol version {m.PROTOCOL_VERSION}"):
         decode_to_worker(msgspec.msgpack.encode(wrong))
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from vla_cloud.config import ServingConfig
 from vla_cloud.core.generate import GenerateRequest, ImageSpan, RequestError, SamplingParams
+from vla_cloud.core.kv_events import KvChange
+from vla_cloud.core.prefix_key import PrefixKey, block_hashes
 from vla_cloud.kv_transfer.layout import KvLayout
 from vla_cloud.pools import messages as wire
 from vla_cloud.pools.codec import pack_tokens, unpack_tokens
@@ -165,6 +167,38 @@ def test_words_of_unknown_requests_and_old_attempts_are_dropped() -> None:
     run(body)
 
 
+def test_events_and_loads_of_workers_reach_the_router_and_a_gap_asks_for_a_snapshot() -> None:
+    def stored(*blocks: bytes) -> list[wire.KvEventRow]:
+        return [wire.KvEventRow(KvChange.STORED, block) for block in blocks]
+
+    async def body(service: ServingService, pool: Pool) -> None:
+        pool.add("w0.1", "both")
+        pool.add("w1.1", "both")
+        hashes = block_hashes(PrefixKey(b"s", REQUEST.tokens, REQUEST.images))
+        service.worker_message("w1.1", wire.KvEvents(0, stored(*hashes)))
+        service.worker_message("w0.1", wire.KvEvents(0, stored(b"h" * 32)))
+        assert pool.sent == []
+        service.worker_message("w0.1", wire.KvEvents(7, stored(b"i" * 32)))
+        assert pool.sent == [("w0.1", wire.KvSnapshot())]
+        service.worker_message("w0.1", wire.KvEvents(8, [wire.KvEventRow(KvChange.CLEARED), *stored(b"j" * 32)]))
+        router = service.health()["router"]
+        assert (router["index_blocks"], router["event_gaps"], router["snapshots_taken"]) == (4, 1, 1)  # one to be swept
+        task = asyncio.create_task(collect(service, REQUEST))
+        await turn()
+        assert pool.take(wire.Generate)[0] == "w1.1"  # it has the prompt, with its tenant and image
+        assert service.health()["router"]["decode_hits"] == 1
+        service.worker_message("w1.1", wire.Pong(1, wire.Load(64, 60, 0, 900, 1, 0)))
+        other = asyncio.create_task(collect(service, replace(REQUEST, request_id="t")))
+        await turn()
+        assert pool.take(wire.Generate)[0] == "w0.1"  # others load the first one
+        service.worker_lost("w1.1", "died")
+        assert pool.sent[-1][0] == "w0.1"
+        for one in (task, other):
+            one.cancel()
+
+    run(body, placement=replace(CONFIG.placement, min_affinity_tokens=16))
+
+
 @pytest.mark.parametrize("status, code", [("INVALID_ARGUMENT", "INVALID_ARGUMENT"), ("INTERNAL", "INTERNAL")])
 def test_errors_of_workers_reach_the_client_by_name(status: wire.Code, code: str) -> None:
     async def body(service: ServingService, pool: Pool) -> None:
@@ -215,7 +249,8 @@ def test_affinity_tells_tenants_and_images_apart() -> None:
             request = replace(REQUEST, request_id=f"r{number}", **change)
             task = asyncio.create_task(collect(service, request))
             await turn()
-            affinities.add(service._by_id[request.request_id].affinity)
+            live = service._by_id[request.request_id]
+            affinities.add(live.hashes.extend(live.prompt)[-1])
             task.cancel()
         assert len(affinities) == 4
         assert pack_tokens(REQUEST.tokens)

@@ -53,6 +53,7 @@ def test_every_field_arrives() -> None:
     )
     assert asked(max_completion_tokens=7).request.max_tokens == 7 == asked(max_tokens=7, max_completion_tokens=7).request.max_tokens
     assert asked(stop="x").request.stop == ("x",)
+    assert asked(prompt_cache_key="k").request.session == "k" and asked(prompt_cache_key=None).request.session == ""
 
 
 def test_roles_and_parts() -> None:
@@ -65,7 +66,7 @@ def test_roles_and_parts() -> None:
 @pytest.mark.parametrize("fields", [
     {"user": "u"}, {"metadata": {"a": "b"}}, {"n": 1}, {"n": None}, {"presence_penalty": 0}, {"frequency_penalty": 0.0}, {"logit_bias": {}},
     {"tools": []}, {"tool_choice": "none"}, {"response_format": {"type": "text"}}, {"store": False}, {"service_tier": "auto"},
-    {"parallel_tool_calls": True}, {"modalities": ["text"]}, {"safety_identifier": "x"}, {"prompt_cache_key": "x"}, {"seed": None},
+    {"parallel_tool_calls": True}, {"modalities": ["text"]}, {"safety_identifier": "x"}, {"seed": None},
 ])  # fmt: skip
 def test_what_asks_for_nothing_changes_nothing(fields: dict[str, Any]) -> None:
     assert asked(**fields) == asked()
@@ -136,7 +137,8 @@ def test_errors_keep_their_meaning() -> None:
     assert status(unheard) == (500, {})
 
 
-HEALTH = {"serving": True, "draining": False, "active": 1, "queued": 2, "unsettled": 1, "retries": 3, "workers": [
+HEALTH = {"serving": True, "draining": False, "active": 1, "queued": 2, "unsettled": 1, "retries": 3,
+          "router": {"prefill_hits": 4, "index_blocks": 9}, "workers": [
     {"name": "w0", "role": "both", "state": "ready", "restarts": 1,
      "load": {"total_blocks": 10, "free_blocks": 6, "quarantined_blocks": 1, "running": 1, "waiting": 0}},
     {"name": "w1", "role": "both", "state": "starting", "restarts": 0, "load": None},
@@ -193,6 +195,8 @@ def test_answers_are_counted_with_their_times() -> None:
     assert [got[("vla_kv_blocks", "model=m", f"state={state}", "worker=w0")] for state in ("free", "used", "quarantined")] == [6, 3, 1]
     assert (got[("vla_worker_up", "model=m", "role=both", "worker=w0")], got[("vla_worker_up", "model=m", "role=both", "worker=w1")]) == (1, 0)
     assert got[("vla_requests_present", "model=m", "state=queued")] == 2
+    assert got[("vla_router_total", "event=prefill_hits", "model=m")] == 4
+    assert got[("vla_router_known", "kind=index_blocks", "model=m")] == 9
 
 
 def test_an_unheard_code_makes_no_new_label() -> None:

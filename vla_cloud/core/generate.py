@@ -126,7 +126,8 @@ class GenerateRequest:
     """One request. ``tokens`` is the whole prompt; a request that goes on elsewhere has its outputs so far appended.
 
     ``salt`` separates the prefix caches of tenants and is set by the server, never by a client.
-    ``deadline_ns`` is on this host's CLOCK_MONOTONIC; None means no deadline.
+    ``deadline_ns`` is on this host's CLOCK_MONOTONIC; None means no deadline. Requests of one ``session`` (a name of
+    the tenant's own) go to the same workers where load allows; "" for none.
     """
 
     request_id: str
@@ -136,6 +137,7 @@ class GenerateRequest:
     images: tuple[ImageSpan, ...] = ()
     salt: bytes = b""
     deadline_ns: int | None = None
+    session: str = ""
 
 
 def seed_of(request: GenerateRequest) -> int:

@@ -57,6 +57,8 @@ class Intake:
                         engine.decode_side.extend(key_of(row.request_id, row.attempt), lease_s)
             case messages.Ping(sequence):
                 engine.outbox.say(messages.Pong(sequence, engine.load()))
+            case messages.KvSnapshot():
+                engine.tree.snapshot_events()
             case messages.Drain():
                 engine.draining = True
             case messages.WriterDone():

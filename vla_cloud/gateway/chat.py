@@ -210,8 +210,9 @@ class Chat:
             stop_token_ids=model.tokenizer.eos_token_ids,
         )  # fmt: skip
         return GenerateRequest(
-            request.request_id, tuple(prompt), sampling, request.priority, deadline_ns=request.deadline_ns
-        )
+            request.request_id, tuple(prompt), sampling, request.priority, deadline_ns=request.deadline_ns,
+            session=request.session,
+        )  # fmt: skip
 
 
 def _soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:

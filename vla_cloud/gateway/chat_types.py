@@ -62,6 +62,7 @@ class ChatRequest:
         stop: the answer ends before the first of these strings.
         logprobs, top_logprobs: log-probabilities of the tokens, and of so many of the likeliest at each position.
         deadline_ns: monotonic; None for the gateway's default.
+        session: the client's name for a conversation, which then stays on its workers where load allows; "" for none.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class ChatRequest:
     top_logprobs: int = 0
     priority: Priority = Priority.NORMAL
     deadline_ns: int | None = None
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

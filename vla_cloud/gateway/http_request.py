@@ -89,10 +89,10 @@ class _Body(_Strict, frozen=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: _ResponseFormat | None = None
+    prompt_cache_key: str | None = None
     # Without effect here, and none is missed.
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
     # See _NEUTRAL.
@@ -176,7 +176,7 @@ def _request(given: _Body, messages: tuple[Message, ...], request_id: str) -> Ch
             1.0 if given.temperature is None else given.temperature, 1.0 if given.top_p is None else given.top_p,
             1.0 if given.repetition_penalty is None else given.repetition_penalty, given.seed,
             () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-            bool(given.logprobs), given.top_logprobs or 0,
+            bool(given.logprobs), given.top_logprobs or 0, session=given.prompt_cache_key or "",
         )  # fmt: skip
     except InvalidRequest as error:
         raise bad_request(str(error)) from error

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from vla_cloud.core.generate import RequestError
+from vla_cloud.core.placement import ROUTER_GAUGES
 from vla_cloud.gateway.chat_types import ChatRequest, Done, TextDelta, Usage
 from vla_common.clock import NS_PER_S, Clock
 
@@ -145,15 +146,19 @@ class GatewayMetrics:
         serving = GaugeMetricFamily("vla_serving", "1 while a request would be taken.", labels=("model",))
         requests = GaugeMetricFamily("vla_requests_present", "Requests here.", labels=("model", "state"))
         retries = CounterMetricFamily("vla_retries", "Attempts after the first.", labels=("model",))
+        router = CounterMetricFamily("vla_router", "What the router did, by name.", labels=("model", "event"))
+        known = GaugeMetricFamily("vla_router_known", "What the router remembers.", labels=("model", "kind"))
         workers = _WorkerFamilies()
         for model, health in self._health().items():
             serving.add_metric((model,), float(health["serving"]))
             for state in ("active", "queued", "unsettled"):
                 requests.add_metric((model, state), health[state])
             retries.add_metric((model,), health.get("retries", 0))
+            for name, count in health.get("router", {}).items():
+                (known if name in ROUTER_GAUGES else router).add_metric((model, name), count)
             for worker in health["workers"]:
                 workers.add(model, worker)
-        yield from (serving, requests, retries, *workers.families)
+        yield from (serving, requests, retries, router, known, *workers.families)
 
 
 class _WorkerFamilies:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 
 from vla_cloud.core import life_events as life
 from vla_cloud.core.generate import GenerateRequest, seed_of
 from vla_cloud.core.life_events import End, Fail
 from vla_cloud.core.request_life import LifeConfig, RequestLife
+from vla_cloud.core.router.prompt_hashes import PromptHashes
 from vla_cloud.pools import messages as wire
 from vla_cloud.pools.codec import pack_tokens
 from vla_cloud.pools.events import TokenEvent
@@ -36,9 +36,7 @@ class LiveRequest:
         self.sampling = dataclasses.replace(request.sampling, seed=seed_of(request))
         self.max_new_tokens = max_new_tokens
         self.prompt = pack_tokens(request.tokens)
-        # Images are part of what makes two prompts alike, also for the choice of a worker.
-        images = b"".join(image.start.to_bytes(8, "little") + image.sha256 for image in request.images)
-        self.affinity = request.salt + (hashlib.sha256(images).digest() if images else b"")
+        self.hashes = PromptHashes(request.salt, request.images)  # once for all attempts
         self.begun = False
         self.placed: int | None = None  # attempt whose load is counted
         self.reserved: tuple[Ready, Reserved] | None = None  # of the present attempt

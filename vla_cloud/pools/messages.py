@@ -1,6 +1,7 @@
 """Control messages between the gateway and its workers: msgpack maps with a type tag, one message per frame.
 
-    gateway ─▶ worker   Hello  Reserve  Prefill  Generate  Abort  WriterDone  LeaseExtend  Ping  Drain  Shutdown
+    gateway ─▶ worker   Hello  Reserve  Prefill  Generate  Abort  WriterDone  LeaseExtend  KvSnapshot  Ping  Drain
+                        Shutdown
     worker  ─▶ gateway  Join  Ready  Reserved  Refused  Prefilled  PushFailed  Tokens  Finished  Aborted  KvEvents
                         Pong  Drained  Error
     gateway ─▶ lane     Hello  ContextBatch  Ping  Drain  Shutdown
@@ -34,7 +35,7 @@ from vla_cloud.core.generate import ImageSpan, Priority, SamplingParams
 from vla_cloud.core.kv_events import KvChange
 from vla_cloud.kv_transfer.layout import KvLayout
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 """Raised on any change of these messages; a worker of another version ends before it is given work."""
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
@@ -206,6 +207,10 @@ class LeaseExtend(Message, frozen=True, tag="lease_extend"):
 
     leases: Annotated[list[LeaseRow], Meta(max_length=65536)]
     lease_s: Seconds
+
+
+class KvSnapshot(Message, frozen=True, tag="kv_snapshot"):
+    """KvEvents were lost: the next ones are to begin with CLEARED and list every block of the prefix tree."""
 
 
 class Ping(Message, frozen=True, tag="ping"):
@@ -433,7 +438,18 @@ class Contexts(Message, frozen=True, tag="contexts"):
 
 
 ToWorker: TypeAlias = (
-    Hello | Reserve | Prefill | Generate | Abort | WriterDone | LeaseExtend | ContextBatch | Ping | Drain | Shutdown
+    Hello
+    | Reserve
+    | Prefill
+    | Generate
+    | Abort
+    | WriterDone
+    | LeaseExtend
+    | KvSnapshot
+    | ContextBatch
+    | Ping
+    | Drain
+    | Shutdown
 )
 ToGateway: TypeAlias = (
     Join

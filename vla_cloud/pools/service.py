@@ -19,6 +19,7 @@ from vla_cloud.pools import messages as wire
 from vla_cloud.pools.events import Finished, TokenEvent, request_error
 from vla_cloud.pools.limits import Limits
 from vla_cloud.pools.live_request import LiveRequest, event_of
+from vla_cloud.pools.router_feed import RouterFeed
 from vla_cloud.pools.workers import Workers
 from vla_common.clock import NS_PER_S, Clock
 from vla_common.metrics import Counters
@@ -37,7 +38,8 @@ class ServingService:
             settle_s=config.lease_s, transfer_late_s=config.retry.transfer_s,
         )  # fmt: skip
         self._admission = Admission(config.admission)
-        self._placement = Placement(config.placement)
+        self._placement = Placement(config.placement, clock)
+        self._router_feed = RouterFeed(self._placement, self._send)
         self._workers: Workers | None = None
         self._ready: dict[str, wire.Ready] = {}
         self._limits = Limits()
@@ -88,7 +90,7 @@ class ServingService:
         return True
 
     def health(self) -> dict[str, Any]:
-        """Plain values: ``serving`` (a request would be taken), ``draining``, workers, counts."""
+        """Plain values: ``serving`` (a request would be taken), ``draining``, workers, counts (``router``: its own)."""
         workers = [] if self._workers is None else [asdict(info) for info in self._workers.infos()]
         for info in workers:
             if info["load"] is not None:
@@ -100,6 +102,7 @@ class ServingService:
             "queued": self._admission.queued,
             "unsettled": len(self._by_wire_id),
             "workers": workers,
+            "router": self._placement.snapshot(),
             **self.counters.snapshot(),
         }
 
@@ -193,7 +196,7 @@ class ServingService:
                 self._send(worker, wire.WriterDone(wire_id, attempt))
             case life.End() | life.Fail():
                 if isinstance(action, life.End) and live.placed is not None:
-                    self._placement.finished(live.wire_id, live.placed, live.prompt_now(), live.affinity)
+                    self._placement.finished(live.wire_id, live.placed, live.prompt_now())
                 self._unplace(live)
                 self.counters.add("served" if isinstance(action, life.End) else "failed")
                 live.end(action)
@@ -205,8 +208,9 @@ class ServingService:
         self._unplace(live)
         attempt = live.life.attempt
         choice = self._placement.choose(
-            live.wire_id, attempt, live.prompt_now(), live.affinity, live.tokens_left, exclude, prefer
-        )
+            live.wire_id, attempt, live.prompt_now(), live.request.salt, live.tokens_left, exclude, prefer,
+            live.hashes, live.request.session,
+        )  # fmt: skip
         if isinstance(choice, str):
             return life.NotPlaced(choice)
         live.placed, live.reserved = attempt, None
@@ -280,7 +284,9 @@ class ServingService:
             self._extend_leases()
 
     def worker_message(self, worker_id: str, message: wire.ToGateway) -> None:
-        """A worker said something about requests."""
+        """A worker said something about requests, or about itself."""
+        if self._router_feed.take(worker_id, message):
+            return
         if isinstance(message, wire.Tokens):
             for row in message.rows:
                 self._tokens(worker_id, row)

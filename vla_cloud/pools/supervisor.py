@@ -162,6 +162,8 @@ class Supervisor:
         match message:
             case Pong(_, load):
                 process.load = load
+                if process.announced:
+                    self._listener.worker_message(process.worker_id, message)
             case Ready() | LaneReady():
                 self._ready(process, message)
             case Drained():

@@ -34,7 +34,7 @@ class WorkersListener(Protocol):
         ...
 
     def worker_message(self, worker_id: str, message: ToGateway) -> None:
-        """It said something about requests (never Join, Ready or Pong)."""
+        """It said something about requests or itself (never Join or Ready)."""
         ...
 
     def worker_draining(self, worker_id: str) -> None:

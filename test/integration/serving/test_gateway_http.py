@@ -173,6 +173,7 @@ def test_metrics_are_what_prometheus_reads(rig: HttpRig, client) -> None:
     blocks = [value("vla_kv_blocks", model=MODEL, worker="d0", state=state) for state in ("free", "used", "quarantined")]
     assert sum(blocks) == 128
     assert value("vla_http_connections") >= 1 and value("vla_serving", model=MODEL) == 1
+    assert value("vla_router_total", model=MODEL, event="placed") >= 1
 
 
 def test_overload_is_a_rate_limit_with_a_delay_and_draining_is_unavailable(tmp_path: Path) -> None:
