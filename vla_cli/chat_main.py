@@ -1,7 +1,8 @@
 """Talk to a chat server of the OpenAI kind, such as the HTTP door of ``vla cloud``, in the terminal.
 
 Answers appear as they are made. Ctrl-C stops an answer, not the program; what has come of it stays part of the talk.
-/reset begins anew, /quit (or Ctrl-D) ends.
+/reset begins anew, /quit (or Ctrl-D) ends. A server that asks for an API key gets the one in the environment variable
+VLA_API_KEY (not an argument: other users of the machine can read those).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import ssl
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     timeout = httpx.Timeout(_PAUSE_S, connect=_CONNECT_S)
     try:
         base = _base(arguments.url)
-        client = httpx.Client(base_url=base, timeout=timeout, trust_env=False, verify=_trust(arguments, base))
+        client = httpx.Client(base_url=base, timeout=timeout, headers=_key(), trust_env=False,
+                              verify=_trust(arguments, base))  # fmt: skip
     except TlsError as error:
         print(f"vla chat: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -235,6 +238,11 @@ def _turn(talk: Talk, terminal: Terminal, question: str, stats: bool) -> None:
     except ChatError as error:
         print(flush=True)
         terminal.note(str(error), "red")
+
+
+def _key() -> dict[str, str]:
+    key = os.environ.get("VLA_API_KEY", "").strip()
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _options(arguments: argparse.Namespace) -> Json:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from vla_cloud.core.admission import AdmissionConfig
 from vla_cloud.core.router.settings import PlacementConfig
+from vla_cloud.gateway.image_settings import ImageRules
 from vla_cloud.gateway.settings import GrpcRules, check_listen
 from vla_common.link_security import RobotLink
 from vla_common.tls import ServerTls
@@ -177,6 +178,9 @@ class GatewayConfig:
     control_listen: str = ""
     grpc: GrpcRules = field(default_factory=GrpcRules)
     model_name: str = ""
+    api_keys: str = ""
+    salt_secret: str = ""
+    images: ImageRules = field(default_factory=ImageRules)
     drain_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -189,6 +193,8 @@ class GatewayConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s cannot be negative, got {self.drain_s}")
+        if self.salt_secret and not self.api_keys:
+            raise ValueError("salt_secret separates the tenants of api_keys: set both, or neither")
         if self.control_listen:
             check_listen(self.control_listen, False, "gateway.control_listen")
 

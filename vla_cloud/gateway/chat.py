@@ -1,21 +1,24 @@
 """Chat, whatever the transport: a checked conversation in, text and an end out. gRPC and HTTP are thin doors to it.
 
-Everything runs in one event loop, except that long conversations are tokenised in threads.
+Everything runs in one event loop, except that long conversations are tokenised, and images read, in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
+from vla_cloud.core.client import ANYBODY, Client
+from vla_cloud.core.client_limits import Ticket
 from vla_cloud.core.generate import (
     DeadlineExceeded,
     DuplicateRequest,
     GenerateRequest,
+    ImageSpan,
     QueueFull,
     RequestAborted,
     RequestError,
@@ -23,60 +26,58 @@ from vla_cloud.core.generate import (
     WorkerLost,
 )
 from vla_cloud.core.ttft_predictor import TtftPredictor
-from vla_cloud.gateway.answer_text import AnswerText, Tokenizer
-from vla_cloud.gateway.chat_types import ChatLimits, ChatRequest, Done, TextDelta, UnknownModel, check_chat
+from vla_cloud.gateway.answer_text import AnswerText
+from vla_cloud.gateway.chat_types import (
+    ChatLimits,
+    ChatRequest,
+    Done,
+    Message,
+    TextDelta,
+    TextPart,
+    UnknownModel,
+    check_chat,
+)
+from vla_cloud.gateway.clients import Clients
+from vla_cloud.gateway.served_model import Prompt
+from vla_cloud.gateway.served_model import ServedModel as ServedModel
+from vla_cloud.gateway.served_model import Service as Service
 from vla_cloud.pools.events import Finished, TokenEvent
 from vla_common.clock import NS_PER_S, Clock
 
 _TOKENISER_THREADS = 2
-
-
-class Service(Protocol):
-    """The part of ServingService that a door needs."""
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent | Finished]:
-        """TokenEvents, then Finished, or a RequestError. An async generator: closing it aborts the request."""
-        ...
-
-    def abort(self, request_id: str) -> bool:
-        """End a request; False if it is not being served."""
-        ...
-
-    def health(self) -> dict[str, Any]:
-        """At least ``serving`` and ``draining``."""
-        ...
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for those under way."""
-        ...
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A name that clients use, what reads and writes its text, and what computes it."""
-
-    name: str
-    tokenizer: Tokenizer
-    service: Service
+_CLIENTS_CHOICE = ("CANCELLED", "DEADLINE_EXCEEDED")  # a client that ends a request so pays for its prompt
 
 
 @dataclass
 class _Running:
+    client: Client
+    model: ServedModel
+    request_id: str  # Client.scoped: that of the pools
+    max_tokens: int
+    ticket: Ticket
     service: Service | None = None  # None while it is tokenised
     aborted: bool = False
+    tokens: int = 0  # of the answer
 
 
 class Chat:
     """Answers questions with the models it was given; see :meth:`stream`."""
 
-    def __init__(self, models: Sequence[ServedModel], clock: Clock, limits: ChatLimits | None = None) -> None:
-        """The first model is meant by requests that name none. ValueError for no model or one name twice."""
+    def __init__(
+        self, models: Sequence[ServedModel], clock: Clock, limits: ChatLimits | None = None,
+        clients: Clients | None = None,
+    ) -> None:  # fmt: skip
+        """The first model is meant by requests that name none; ``clients`` None: no keys are asked for.
+
+        ValueError for no model or one name twice.
+        """
         self._models = {model.name: model for model in models}
         if not models or len(self._models) != len(models):
             raise ValueError(f"models need unique names, and at least one: got {[model.name for model in models]}")
         self._clock = clock
         self.limits = limits if limits is not None else ChatLimits()
-        self._running: dict[str, _Running] = {}
+        self.clients = clients if clients is not None else Clients(clock)
+        self._running: dict[str, _Running] = {}  # by Client.scoped(request id)
         self._predictors = {name: TtftPredictor() for name in self._models}
         self._tokenising = 0
         self._threads = ThreadPoolExecutor(_TOKENISER_THREADS, "tokenise")
@@ -86,13 +87,21 @@ class Chat:
         """The default one first."""
         return list(self._models)
 
-    def model(self, name: str) -> ServedModel:
-        """By its name, "" for the default one. UnknownModel names those there are."""
-        if not name:
-            return next(iter(self._models.values()))
-        if name not in self._models:
-            raise UnknownModel(f"no model {name[:80]!r} is served; there is {', '.join(self._models)}")
-        return self._models[name]
+    def names_for(self, client: Client) -> list[str]:
+        """Those that a client may use, its default one first."""
+        return [name for name in self._models if client.may_use(name)]
+
+    @property
+    def can_see(self) -> bool:
+        """Whether any model takes images."""
+        return any(model.vision is not None for model in self._models.values())
+
+    def model(self, name: str, client: Client = ANYBODY) -> ServedModel:
+        """By its name, "" for the default one. UnknownModel names those there are for this client."""
+        names = self.names_for(client)
+        if name not in names and (name or not names):
+            raise UnknownModel(f"no model {name[:80]!r} is served; there is {', '.join(names) or 'none for this key'}")
+        return self._models[name or names[0]]
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[TextDelta | Done, None]:
         """Answer: TextDeltas, then one Done. Closing the generator (aclosing) aborts the request in the pools.
@@ -101,33 +110,34 @@ class Chat:
             RequestError: refused, or failed; ``code`` is a gRPC status name, ``retry_after_s`` (if it is set and above
                 0) says when to try again. Text given before remains right.
         """
-        check_chat(request, self.limits)
-        model = self.model(request.model)
-        if request.request_id in self._running:
-            raise DuplicateRequest(f"a request {request.request_id!r} is being served: give a unique id")
-        running = self._running[request.request_id] = _Running()
+        running = self._begin(request)
+        model, request_id = running.model, running.request_id
         predictor = self._predictors[model.name]
         cached_tokens: int | None = None
         try:
             self._check_open(model, request, 0)
-            prompt = await self._tokenise(model, request)
+            prompt, images = await self._prompt(model, request)
             if running.aborted:
                 raise RequestAborted("the request was aborted")
             self._check_open(model, request, len(prompt))
+            self.clients.reserve(running.ticket, len(prompt), running.max_tokens)
             running.service = model.service
             answer = AnswerText(request, model.tokenizer, prompt)
-            predictor.begin(request.request_id, len(prompt), self._clock.monotonic_ns())
-            events = model.service.generate(self._generate(request, model, prompt))
+            predictor.begin(request_id, len(prompt), self._clock.monotonic_ns())
+            events = model.service.generate(self._generate(request, running, prompt, images))
             async with aclosing(cast(AsyncGenerator[TokenEvent | Finished, None], events)):
                 async for event in events:
                     if isinstance(event, Finished):
                         cached_tokens = event.cached_tokens
+                        running.ticket.generated(event.generated_tokens)
                         rest, done = answer.end(event)
                         if rest is not None:
                             yield rest
                         yield done
                         return
-                    predictor.first_token(request.request_id, self._clock.monotonic_ns())
+                    running.tokens += len(event.tokens)
+                    running.ticket.generated(running.tokens)
+                    predictor.first_token(request_id, self._clock.monotonic_ns())
                     delta = answer.take(event)
                     if delta is not None:
                         yield delta
@@ -135,12 +145,33 @@ class Chat:
                         yield answer.stopped()
                         return
             raise WorkerLost("the answer ended without an end")
-        finally:
-            del self._running[request.request_id]
-            predictor.end(request.request_id, cached_tokens, self._clock.monotonic_ns())
+        except Exception as error:
+            if getattr(error, "code", "") not in _CLIENTS_CHOICE:
+                running.ticket.forgive()
+            raise
+        finally:  # also when the client goes away
+            del self._running[request_id]
+            now_ns = self._clock.monotonic_ns()
+            running.ticket.end(now_ns)
+            predictor.end(request_id, cached_tokens, now_ns)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request (CANCELLED); False if it is not here. Idempotent."""
+    def _begin(self, request: ChatRequest) -> _Running:
+        """All checks that need no work: what a client may not begin costs nobody anything."""
+        client = self.clients.require(request.client)
+        model = self.model(request.model, client)
+        check_chat(request, self.limits, model.vision is not None)
+        request_id = client.scoped(request.request_id)
+        if request_id in self._running:
+            raise DuplicateRequest(f"a request {request.request_id!r} is being served: give a unique id")
+        max_tokens, most = request.max_tokens or self.limits.default_max_tokens, client.rules.max_tokens
+        max_tokens = max_tokens if most is None else min(max_tokens, most)
+        running = _Running(client, model, request_id, max_tokens, self.clients.begin(client, 1 + max_tokens))
+        self._running[request_id] = running
+        return running
+
+    def abort(self, request_id: str, client: Client | None = None) -> bool:
+        """End a request of this client's tenant (CANCELLED); False if it is not here. Idempotent. Unauthenticated."""
+        request_id = self.clients.require(client).scoped(request_id)
         running = self._running.get(request_id)
         if running is None:
             return False
@@ -170,6 +201,10 @@ class Chat:
     def close(self) -> None:
         """End the threads; requests are ended by their service."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self.clients.close()
+        for model in self._models.values():
+            if model.vision is not None:
+                model.vision.intake.close()
 
     def _check_open(self, model: ServedModel, request: ChatRequest, prompt_tokens: int) -> None:
         """Refuse a request whose deadline its first token would miss; ``prompt_tokens`` 0: not known yet."""
@@ -184,16 +219,24 @@ class Chat:
             told = f"the first token is expected after {expected_s:.2f} s, the deadline is in {left_s:.2f} s"
             raise DeadlineExceeded(f"{told}: give it more time, or try again when there is less to do")
 
-    async def _tokenise(self, model: ServedModel, request: ChatRequest) -> list[int]:
+    async def _prompt(self, model: ServedModel, request: ChatRequest) -> Prompt:
+        parts = [image for message in request.messages for image in message.images]
+        if parts and model.vision is not None:
+            vision, seen = model.vision, [_multimodal(message) for message in request.messages]
+            async with vision.intake.taken(parts) as images:
+                return await self._in_thread(lambda: vision.prompt(seen, images))
         messages = [{"role": message.role, "content": message.text} for message in request.messages]
         if sum(len(message["content"]) for message in messages) <= self.limits.inline_chars:
-            return model.tokenizer.chat(messages)
+            return model.tokenizer.chat(messages), ()
+        return await self._in_thread(lambda: (model.tokenizer.chat(messages), ()))
+
+    async def _in_thread(self, work: Callable[[], Prompt]) -> Prompt:
         if self._tokenising >= self.limits.max_tokenising:
             error = QueueFull(f"overloaded: {self._tokenising} long conversations wait to be tokenised; try again")
             error.retry_after_s = 1.0  # type: ignore[attr-defined]
             raise error
         self._tokenising += 1
-        future = self._threads.submit(model.tokenizer.chat, messages)
+        future = self._threads.submit(work)
         loop = asyncio.get_running_loop()
         # Counted until the thread is done with it, also when the client has gone: the bound is on work, not on waiters.
         future.add_done_callback(lambda _: _soon(loop, self._tokenised))
@@ -202,17 +245,30 @@ class Chat:
     def _tokenised(self) -> None:
         self._tokenising -= 1
 
-    def _generate(self, request: ChatRequest, model: ServedModel, prompt: Sequence[int]) -> GenerateRequest:
+    def _generate(
+        self, request: ChatRequest, running: _Running, prompt: Sequence[int], images: tuple[ImageSpan, ...]
+    ) -> GenerateRequest:  # fmt: skip
         sampling = SamplingParams(
             temperature=request.temperature, top_p=request.top_p, repetition_penalty=request.repetition_penalty,
             seed=request.seed, logprobs=request.top_logprobs if request.logprobs else None,
-            max_new_tokens=request.max_tokens or self.limits.default_max_tokens,
-            stop_token_ids=model.tokenizer.eos_token_ids,
+            max_new_tokens=running.max_tokens, stop_token_ids=running.model.tokenizer.eos_token_ids,
         )  # fmt: skip
+        client = running.client
         return GenerateRequest(
-            request.request_id, tuple(prompt), sampling, request.priority, deadline_ns=request.deadline_ns,
-            session=request.session,
+            running.request_id, tuple(prompt), sampling, client.priority(request.priority), images, client.salt,
+            request.deadline_ns, session=request.session,
         )  # fmt: skip
+
+
+def _multimodal(message: Message) -> dict[str, Any]:
+    """As the templates of models that see take it."""
+    return {
+        "role": message.role,
+        "content": [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in message.parts
+        ],
+    }
 
 
 def _soon(loop: asyncio.AbstractEventLoop, callback: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from vla_cloud.core.client import Client
 from vla_cloud.core.generate import MAX_LOGPROBS, InvalidRequest, Priority, RequestError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -29,7 +30,7 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image of a message: its bytes, or where it is. Refused until a chat model can see."""
+    """An image of a message: its bytes, or where it is (also a data: URL). Refused where the chat model cannot see."""
 
     data: bytes = b""
     media_type: str = ""
@@ -48,6 +49,11 @@ class Message:
         """Its text parts, joined as they are."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """Its images."""
+        return tuple(part for part in self.parts if isinstance(part, ImagePart))
+
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
@@ -61,8 +67,10 @@ class ChatRequest:
         seed: 0 .. 2**64 - 1; None for one derived from the id.
         stop: the answer ends before the first of these strings.
         logprobs, top_logprobs: log-probabilities of the tokens, and of so many of the likeliest at each position.
+        priority: None for what is usual: normal, or that of the client's key.
         deadline_ns: monotonic; None for the gateway's default.
         session: the client's name for a conversation, which then stays on its workers where load allows; "" for none.
+        client: who asks, found by the door; None where it does not ask for keys.
     """
 
     request_id: str
@@ -76,9 +84,10 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
-    priority: Priority = Priority.NORMAL
+    priority: Priority | None = None
     deadline_ns: int | None = None
     session: str = ""
+    client: Client | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +152,14 @@ class ChatLimits:
     max_tokenising: int = 64
 
 
-def check_chat(request: ChatRequest, limits: ChatLimits) -> None:
-    """Raise InvalidRequest for what can never be answered, before any work; token counts and ranges come later."""
+def check_chat(request: ChatRequest, limits: ChatLimits, can_see: bool = False) -> None:
+    """Raise InvalidRequest for what can never be answered, before any work; token counts and ranges come later.
+
+    ``can_see``: whether the model takes images, which are then checked later, too.
+    """
     if not _ID.fullmatch(request.request_id):
         raise InvalidRequest(f"request_id must be 1 to {MAX_ID_CHARS} visible ASCII characters")
-    _check_messages(request.messages, limits)
+    _check_messages(request.messages, limits, can_see)
     if request.max_tokens is not None and request.max_tokens < 1:
         raise InvalidRequest(f"max_tokens must be at least 1, got {request.max_tokens}")
     if len(request.stop) > MAX_STOPS:
@@ -163,13 +175,13 @@ def check_chat(request: ChatRequest, limits: ChatLimits) -> None:
         raise InvalidRequest("priority robot is for robots: use high, normal or low")
 
 
-def _check_messages(messages: tuple[Message, ...], limits: ChatLimits) -> None:
+def _check_messages(messages: tuple[Message, ...], limits: ChatLimits, can_see: bool) -> None:
     if not 1 <= len(messages) <= limits.max_messages:
         raise InvalidRequest(f"a conversation has 1 to {limits.max_messages} messages, got {len(messages)}")
     for index, message in enumerate(messages):
         if message.role not in ROLES:
             raise InvalidRequest(f"message {index} has role {message.role[:40]!r}, expected one of {', '.join(ROLES)}")
-        if any(isinstance(part, ImagePart) for part in message.parts):
+        if message.images and not can_see:
             raise InvalidRequest(
                 f"message {index} has an image, and this chat model has no vision tower: send text only"
             )

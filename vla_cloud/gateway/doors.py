@@ -9,6 +9,7 @@ from typing import Protocol
 from vla_cloud.config import CloudConfig
 from vla_cloud.gateway.answer_text import Tokenizer
 from vla_cloud.gateway.chat import Chat, ServedModel, Service
+from vla_cloud.gateway.clients import open_clients
 from vla_cloud.gateway.settings import GatewayError
 from vla_common.clock import Clock
 
@@ -36,7 +37,8 @@ class Doors:
         """
         gateway = config.gateway
         name = gateway.model_name or Path(config.serving.model).name
-        self.chat = Chat([ServedModel(name, tokenizer, service)], clock)
+        clients = open_clients(clock, gateway.api_keys, gateway.salt_secret)
+        self.chat = Chat([ServedModel(name, tokenizer, service)], clock, clients=clients)
         self._drain_s = gateway.drain_s
         self._doors: list[Door] = []
         try:
@@ -61,6 +63,7 @@ class Doors:
         Raises:
             ValueError: one cannot be opened.
         """
+        self.chat.clients.start()
         try:
             for door in self._doors:
                 await door.start()

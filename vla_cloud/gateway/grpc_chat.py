@@ -11,7 +11,7 @@ from vla_cloud.core.generate import InvalidRequest, QueueFull, RequestError
 from vla_cloud.gateway.chat import Chat
 from vla_cloud.gateway.chat_types import ChatRequest, TextDelta
 from vla_cloud.gateway.grpc_convert import chat_request, delta, done, logprob
-from vla_cloud.gateway.grpc_errors import end_with
+from vla_cloud.gateway.grpc_errors import client_of, end_with
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 from vla_common.clock import NS_PER_S, Clock
 
@@ -74,23 +74,31 @@ class ChatServicer:
             raise asyncio.CancelledError from None
 
     async def Abort(self, request: pb.AbortRequest | None, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        """End a request, if it is here."""
-        return pb.AbortResponse(was_running=request is not None and self._chat.abort(request.request_id))
+        """End a request of the same tenant, if it is here."""
+        try:
+            client = client_of(context, self._chat)
+            return pb.AbortResponse(was_running=request is not None and self._chat.abort(request.request_id, client))
+        except RequestError as error:
+            await end_with(context, error)
 
     async def ListModels(
         self, request: pb.ListModelsRequest | None, context: grpc.aio.ServicerContext
     ) -> pb.ListModelsResponse:  # fmt: skip
         """Names, and whether they are served now."""
-        names = self._chat.model_names
+        try:
+            names = self._chat.names_for(client_of(context, self._chat))
+        except RequestError as error:
+            await end_with(context, error)
         models = [pb.Model(name=name, is_serving=self._chat.is_model_serving(name)) for name in names]
         return pb.ListModelsResponse(models=models)
 
     def _asked(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> ChatRequest:
+        client = client_of(context, self._chat)
         if request is None:
             raise InvalidRequest("the message is not a vla.v1.GenerateRequest")
         left_s = context.time_remaining()
         deadline_ns = None if left_s is None else self._clock.monotonic_ns() + round(left_s * NS_PER_S)
-        return chat_request(request, deadline_ns)
+        return chat_request(request, deadline_ns, client)
 
 
 class _SlowReader:

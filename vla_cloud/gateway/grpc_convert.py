@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from vla_cloud.core.client import Client
 from vla_cloud.core.generate import InvalidRequest, Priority
 from vla_cloud.gateway.chat_types import (
     ChatRequest,
@@ -18,7 +19,7 @@ from vla_cloud.gateway.chat_types import (
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 
 _PRIORITIES = {
-    pb.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    pb.PRIORITY_UNSPECIFIED: None,
     pb.PRIORITY_HIGH: Priority.HIGH,
     pb.PRIORITY_NORMAL: Priority.NORMAL,
     pb.PRIORITY_LOW: Priority.LOW,
@@ -26,8 +27,10 @@ _PRIORITIES = {
 _REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
-def chat_request(message: pb.GenerateRequest, deadline_ns: int | None) -> ChatRequest:
-    """What was asked; an empty request id is replaced by a random one.
+def chat_request(
+    message: pb.GenerateRequest, deadline_ns: int | None, client: Client | None = None
+) -> ChatRequest:  # fmt: skip
+    """What was asked, and by whom; an empty request id is replaced by a random one.
 
     Raises:
         InvalidRequest: a part without content, or a priority that this server does not know.
@@ -49,6 +52,7 @@ def chat_request(message: pb.GenerateRequest, deadline_ns: int | None) -> ChatRe
         top_logprobs=sampling.top_logprobs,
         priority=_PRIORITIES[message.priority],
         deadline_ns=deadline_ns,
+        client=client,
     )
 
 

@@ -1,4 +1,4 @@
-"""How a gRPC call ends with an error: a status, and when it is worth another try."""
+"""Who calls over gRPC, and how a call ends with an error: a status, and when it is worth another try."""
 
 from __future__ import annotations
 
@@ -11,13 +11,27 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from vla_cloud.core.client import Client, Unauthenticated
 from vla_cloud.core.generate import RequestError
-from vla_cloud.gateway.chat import retry_after_s
+from vla_cloud.gateway.chat import Chat, retry_after_s
 
 MAX_DETAIL_CHARS = 1000
 """Of an error's text: it may quote what a client sent, and travels in a header."""
 
 _CLOSE_S = 1.0
+
+
+def client_of(context: grpc.aio.ServicerContext, chat: Chat) -> Client:
+    """Who calls, by the metadata ``authorization``; where no keys are asked for, everybody is the same.
+
+    Raises:
+        Unauthenticated: nobody knows.
+    """
+    given = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
+    if len(given) > 1:
+        raise Unauthenticated("authorization was sent more than once", "malformed")
+    value = given[0] if given else None
+    return chat.clients.identify(value.decode("latin-1") if isinstance(value, bytes) else value)
 
 
 async def end_with(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:

@@ -13,14 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vla_cloud.core.client import Client, Unauthenticated
+from vla_cloud.core.generate import RequestError
 from vla_cloud.gateway.chat import Chat
-from vla_cloud.gateway.http_chat import ChatEndpoint
-from vla_cloud.gateway.http_errors import HttpError
+from vla_cloud.gateway.http_chat import CLIENT, DOOR, ChatEndpoint
+from vla_cloud.gateway.http_errors import HttpError, http_error
 from vla_cloud.gateway.http_exchange import Exchange, ExchangeRules, Receive, Scope, Send
 from vla_cloud.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from vla_common.clock import NS_PER_S, Clock
 
 LOG = logging.getLogger(__name__)
+_CHAT, _HEALTH, _METRICS = "/v1/chat/completions", "/health", "/metrics"
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -38,11 +41,11 @@ class HttpApp:
         self._created_s = clock.wall_ns() // NS_PER_S
         self._app = Starlette(
             routes=[
-                Route("/v1/chat/completions", ChatEndpoint(chat, metrics, rules, clock), methods=["POST"]),
+                Route(_CHAT, ChatEndpoint(chat, metrics, rules, clock), methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
-                Route("/health", self._health),
-                Route("/metrics", self._metrics_page),
+                Route(_HEALTH, self._health),
+                Route(_METRICS, self._metrics_page),
             ],
             exception_handlers={HTTPException: _not_here},
         )
@@ -58,29 +61,63 @@ class HttpApp:
                 told = f"host {host!r} is not this server: ask 127.0.0.1 or localhost (a proxy must set the header so)"
                 await exchange.fail(HttpError(421, "invalid_request_error", told))
                 return
+        if self._chat.clients.has_keys:
+            exchange = Exchange(scope, receive, send, self._rules)
+            try:
+                scope[CLIENT] = self._client(scope["path"], exchange)
+            except RequestError as error:
+                if scope["path"] == _CHAT:
+                    self._metrics.ended(DOOR, "refused", error.code)
+                await exchange.fail(http_error(error))
+                return
         await self._app(scope, receive, send)
 
+    def _client(self, path: str, exchange: Exchange) -> Client | None:
+        """Who asks, before anything is read of what they ask; only /health is for everybody.
+
+        Raises:
+            RequestError: nobody, or not an operator.
+        """
+        clients, given = self._chat.clients, exchange.headers.get(b"authorization")
+        if path == _HEALTH and given is None:
+            return None
+        try:
+            client = clients.identify(None if given is None else given.decode("latin-1"))
+        except Unauthenticated:
+            if path == _HEALTH:
+                return None
+            raise
+        if path == _METRICS:
+            clients.require_operator(client)
+        return client
+
     async def _models(self, request: Request) -> Response:
-        data = [self._entry(name) for name in self._chat.model_names]
+        data = [self._entry(name) for name in self._names(request)]
         return _json({"object": "list", "data": data})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._chat.model_names:
+        if name not in self._names(request):
             told = f"no model {name!r} is served; GET /v1/models lists them"
             return _error(HttpError(404, "invalid_request_error", told, name="model_not_found", param="model"))
         return _json(self._entry(name))
 
     async def _health(self, request: Request) -> Response:
         models = self._chat.health()
+        client = request.scope.get(CLIENT)
+        # What the workers do is for operators, where there are keys to tell them by.
+        is_shown = not self._chat.clients.has_keys or (client is not None and client.is_operator)
+        details = {"models": models} if is_shown else {}
         if self._chat.is_serving:
-            return _json({"status": "serving", "models": models})
+            return _json({"status": "serving", **details})
         draining = all(health["draining"] for health in models.values())
-        body = {"status": "draining" if draining else "no capacity", "models": models}
-        return _json(body, 503, {"retry-after": "1"})
+        return _json({"status": "draining" if draining else "no capacity", **details}, 503, {"retry-after": "1"})
 
     async def _metrics_page(self, request: Request) -> Response:
         return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    def _names(self, request: Request) -> list[str]:
+        return self._chat.names_for(self._chat.clients.require(request.scope.get(CLIENT)))
 
     def _entry(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created_s, "owned_by": "vla-runtime"}

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from vla_cloud.core.client import Client
 from vla_cloud.core.generate import RequestError
 from vla_cloud.gateway.chat import Chat
 from vla_cloud.gateway.chat_types import Done, TextDelta, TokenLogprob, Usage
@@ -21,6 +22,9 @@ from vla_common.clock import NS_PER_S, Clock
 
 LOG = logging.getLogger(__name__)
 DOOR: Final = "http"
+CLIENT: Final = "vla.client"
+"""Key of the :class:`Client` in an ASGI scope; there only where keys are asked for."""
+
 _REPLACEMENT: Final = "\ufffd"
 _encode: Final = msgspec.json.encode
 
@@ -35,10 +39,11 @@ class ChatEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; a client that leaves ends it in the pools at once."""
         exchange = Exchange(scope, receive, send, self._rules)
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        given = exchange.headers.get(b"idempotency-key") or exchange.headers.get(b"x-request-id")
+        request_id = given.decode("latin-1") if given else f"chatcmpl-{uuid.uuid4().hex}"
         try:
             try:
-                question = await self._question(exchange, request_id)
+                question = await self._question(exchange, request_id, scope.get(CLIENT))
             except HttpError as error:
                 self._metrics.ended(DOOR, "refused", error.code)
                 raise
@@ -53,14 +58,15 @@ class ChatEndpoint:
                 raise  # the connection is cut: the answer must not look complete
             await exchange.fail(internal_error(), ("x-request-id", request_id))
 
-    async def _question(self, exchange: Exchange, request_id: str) -> Question:
+    async def _question(self, exchange: Exchange, request_id: str, client: Client | None) -> Question:
         kind = exchange.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             # Also what keeps other sites' pages out: a browser asks before it sends this type elsewhere.
             raise HttpError(415, "invalid_request_error", "the content-type must be application/json")
         if b"content-encoding" in exchange.headers:
             raise HttpError(415, "invalid_request_error", "content-encoding is not supported: send plain JSON")
-        return parse(await exchange.body(), request_id, self._chat.limits.max_messages)
+        chat = self._chat
+        return parse(await exchange.body(), request_id, chat.limits.max_messages, client=client, can_see=chat.can_see)
 
     async def _answer(self, exchange: Exchange, question: Question) -> None:
         request = question.request
@@ -86,7 +92,10 @@ class ChatEndpoint:
             await exchange.write(b"data: " + told.body() + b"\n\n", more=False)
 
     def _model(self, question: Question) -> str:
-        return question.request.model or self._chat.model_names[0]
+        if question.request.model:
+            return question.request.model
+        names = self._chat.names_for(self._chat.clients.require(question.request.client))
+        return names[0] if names else ""
 
 
 class _Style:

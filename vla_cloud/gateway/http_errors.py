@@ -15,6 +15,8 @@ from vla_cloud.core.generate import RequestError
 _STATUS: Final[dict[str, tuple[int, str]]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
     "FAILED_PRECONDITION": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "invalid_request_error"),
+    "PERMISSION_DENIED": (403, "invalid_request_error"),
     "NOT_FOUND": (404, "invalid_request_error"),
     "ALREADY_EXISTS": (409, "invalid_request_error"),
     "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
@@ -23,6 +25,8 @@ _STATUS: Final[dict[str, tuple[int, str]]] = {
     "UNAVAILABLE": (503, "server_error"),
     "DEADLINE_EXCEEDED": (504, "timeout_error"),
 }
+_NAMES: Final = {"NOT_FOUND": "model_not_found", "UNAUTHENTICATED": "invalid_api_key"}
+"""Codes of the JSON body that clients know by other names."""
 _RETRIED: Final = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
 _DEFAULT_RETRY_S: Final = 1.0
 _MAX_TEXT: Final = 1000
@@ -62,7 +66,10 @@ def http_error(error: RequestError) -> HttpError:
         retry_s = float(getattr(error, "retry_after_s", 0.0)) or _DEFAULT_RETRY_S
         # Whole seconds by RFC 9110; the API's own clients read the finer header first.
         headers = (("retry-after", str(max(1, math.ceil(retry_s)))), ("retry-after-ms", str(round(retry_s * 1000))))
-    name = "model_not_found" if error.code == "NOT_FOUND" else error.code.lower()
+    if error.code == "UNAUTHENTICATED":
+        is_missing = getattr(error, "cause", "") == "missing"  # RFC 6750, 3.1: then no error is named
+        headers = (("www-authenticate", 'Bearer realm="vla"' + ("" if is_missing else ', error="invalid_token"')),)
+    name = _NAMES.get(error.code, error.code.lower())
     param = "model" if error.code == "NOT_FOUND" else None
     return HttpError(status, kind, str(error), error.code, name, param, headers)
 

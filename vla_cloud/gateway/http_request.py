@@ -11,8 +11,9 @@ from typing import Final
 
 import msgspec
 
+from vla_cloud.core.client import Client
 from vla_cloud.core.generate import InvalidRequest
-from vla_cloud.gateway.chat_types import ChatRequest, Message, TextPart
+from vla_cloud.gateway.chat_types import ChatRequest, ImagePart, Message, TextPart
 from vla_cloud.gateway.http_errors import HttpError, bad_request
 
 _NULL: Final = msgspec.Raw(b"null")
@@ -51,6 +52,11 @@ class _Part(_Strict, frozen=True):
     input_audio: msgspec.Raw = _NULL
     file: msgspec.Raw = _NULL
     refusal: msgspec.Raw = _NULL
+
+
+class _ImageUrl(_Strict, frozen=True):
+    url: str
+    detail: str | None = None  # without effect: every image is read whole
 
 
 class _Message(_Strict, frozen=True):
@@ -119,10 +125,15 @@ class Question:
 
 
 _DECODER: Final = msgspec.json.Decoder(_Body)
+_IMAGE_DECODER: Final = msgspec.json.Decoder(_ImageUrl)
 
 
-def parse(body: bytes, request_id: str, max_messages: int) -> Question:
+def parse(
+    body: bytes, request_id: str, max_messages: int, *, client: Client | None = None, can_see: bool = False
+) -> Question:
     """Check and translate.
+
+    ``client``: who asks. ``can_see``: whether there is a model that takes images, which are not looked into here.
 
     Raises:
         HttpError: 400, names the field.
@@ -142,8 +153,8 @@ def parse(body: bytes, request_id: str, max_messages: int) -> Question:
         raise bad_request(told, "messages")
     if given.top_logprobs and not given.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(given.messages))
-    request = _request(given, messages, request_id)
+    messages = tuple(_message(message, f"messages[{index}]", can_see) for index, message in enumerate(given.messages))
+    request = _request(given, messages, request_id, client)
     options = given.stream_options
     return Question(request, bool(given.stream), options is not None and bool(options.include_usage))
 
@@ -165,7 +176,7 @@ def _decode(body: bytes) -> _Body:
         raise bad_request(f"the body is not JSON: {error}") from None
 
 
-def _request(given: _Body, messages: tuple[Message, ...], request_id: str) -> ChatRequest:
+def _request(given: _Body, messages: tuple[Message, ...], request_id: str, client: Client | None) -> ChatRequest:
     limits = {given.max_tokens, given.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise bad_request("max_tokens and max_completion_tokens differ: give one", "max_tokens")
@@ -176,13 +187,13 @@ def _request(given: _Body, messages: tuple[Message, ...], request_id: str) -> Ch
             1.0 if given.temperature is None else given.temperature, 1.0 if given.top_p is None else given.top_p,
             1.0 if given.repetition_penalty is None else given.repetition_penalty, given.seed,
             () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
-            bool(given.logprobs), given.top_logprobs or 0, session=given.prompt_cache_key or "",
+            bool(given.logprobs), given.top_logprobs or 0, session=given.prompt_cache_key or "", client=client,
         )  # fmt: skip
     except InvalidRequest as error:
         raise bad_request(str(error)) from error
 
 
-def _message(message: _Message, place: str) -> Message:
+def _message(message: _Message, place: str, can_see: bool) -> Message:
     role = _ROLES.get(message.role)
     if role is None:
         raise _not_served(f"role {message.role!r}", f"{place}.role", "system, developer, user and assistant are")
@@ -192,18 +203,34 @@ def _message(message: _Message, place: str) -> Message:
         raise bad_request(f"{place}.content is missing", f"{place}.content")
     if isinstance(message.content, str):
         return Message(role, (TextPart(message.content),))
-    return Message(role, tuple(_part(part, f"{place}.content[{i}]") for i, part in enumerate(message.content)))
+    parts = (_part(part, f"{place}.content[{i}]", can_see) for i, part in enumerate(message.content))
+    return Message(role, tuple(parts))
 
 
-def _part(part: _Part, place: str) -> TextPart:
+def _part(part: _Part, place: str, can_see: bool) -> TextPart | ImagePart:
+    if part.type == "image_url" and can_see:
+        return _image(part, place)
     if part.type != "text":
-        # Addresses are never fetched: a server that does so can be made to call on its own network.
         raise _not_served(f"a part of type {part.type!r} ({place})", place, "this model reads text only")
     for name in ("image_url", "input_audio", "file", "refusal"):
         _require_neutral(getattr(part, name), (), f"{place}.{name}")
     if part.text is None:
         raise bad_request(f"{place}.text is missing", f"{place}.text")
     return TextPart(part.text)
+
+
+def _image(part: _Part, place: str) -> ImagePart:
+    for name in ("input_audio", "file", "refusal"):
+        _require_neutral(getattr(part, name), (), f"{place}.{name}")
+    if part.text is not None:
+        raise _not_served(f"{place}.text", f"{place}.text", "text is a part of its own")
+    try:
+        given = _IMAGE_DECODER.decode(part.image_url)
+    except (msgspec.DecodeError, UnicodeError) as error:  # ValidationError is a DecodeError
+        raise bad_request(f"{place}.image_url must be an object with a url: {error}", f"{place}.image_url") from None
+    if given.detail not in (None, "auto", "low", "high"):
+        raise bad_request(f"{place}.image_url.detail must be auto, low or high", f"{place}.image_url.detail")
+    return ImagePart(url=given.url)
 
 
 def _require_neutral(raw: msgspec.Raw, neutral: tuple[str, ...], param: str) -> None:

@@ -80,6 +80,7 @@ class HttpServer:
             self._tls,
         )  # fmt: skip
         self.metrics.connections = self._connections
+        self.metrics.clients = self._chat.clients.counts
         self._serving = asyncio.ensure_future(self._server.serve([listener]))
         opened = asyncio.ensure_future(self._server.opened.wait())
         await asyncio.wait((self._serving, opened), return_when=asyncio.FIRST_COMPLETED)

@@ -22,7 +22,7 @@ from vla_common.clock import NS_PER_S, Clock
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 CODES: Final = frozenset({
     "OK", "CANCELLED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED",
-    "FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE",
+    "FAILED_PRECONDITION", "INTERNAL", "UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED",
 })  # fmt: skip
 _FIRST_S: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _BETWEEN_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -65,6 +65,8 @@ class GatewayMetrics:
         self._tokens = dict.fromkeys(("prompt", "cached", "completion"), 0)
         self.connections: Callable[[], Mapping[str, int]] = dict
         """Set by the HTTP door: connection events so far, and ``open`` of them now."""
+        self.clients: Callable[[], Mapping[str, int]] = dict
+        """Set by the HTTP door: refusals and limits reached, of all doors."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -123,6 +125,11 @@ class GatewayMetrics:
         yield self._first.family("vla_time_to_first_token_seconds", "From the request to its first token.")
         told = "Between tokens after the first; several that come together share their time."
         yield self._between.family("vla_time_between_tokens_seconds", told)
+        told = "What befell API keys: refused by cause, limits reached by name, readings of their file."
+        events = CounterMetricFamily("vla_client_events", told, labels=("event",))
+        for event, count in self.clients().items():
+            events.add_metric((event,), count)
+        yield events
         yield from self._of_connections()
         yield from self._of_engines()
 

@@ -127,7 +127,8 @@ class ServingService:
         """Refuse at once, or queue."""
         try:
             max_new_tokens = self._limits.check(request, self._draining, request.request_id in self._by_id)
-            refusal = self._admission.offer(request.request_id, request.priority, len(request.tokens))
+            # The salt is the tenant's, and nobody's ("") where no keys are asked for.
+            refusal = self._admission.offer(request.request_id, request.priority, len(request.tokens), request.salt)
             if refusal is not None:
                 raise request_error(life.Fail("RESOURCE_EXHAUSTED", refusal.message, refusal.retry_after_s))
         except RequestError:
