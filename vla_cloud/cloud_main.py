@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging("cloud")
         config = read_config(arguments)
         link = link_settings(config)
-        warn_of_open_doors(config)
+        warn_of_open_doors(config, has_keys=bool(config.gateway.api_keys))
         # Before the slow part, so that an interrupted start ends cleanly too.
         pools = bool(config.serving.model) + bool(config.num_lanes)
         doors_s = config.gateway.drain_s + _DOORS_S if config.gateway.is_open else 0.0

@@ -36,7 +36,7 @@ def link_settings(config: CloudConfig) -> dict[str, Any]:
 def warn_of_open_doors(config: CloudConfig, has_keys: bool = False) -> None:
     """Log what other machines reach without having to prove who they are, and certificates that end.
 
-    ``has_keys``: chat clients are asked for a key of some other kind.
+    ``has_keys``: chat clients are asked for an API key.
     """
     link, gateway = config.robot_link, config.gateway
     if not is_local(config.listen):
@@ -48,7 +48,8 @@ def warn_of_open_doors(config: CloudConfig, has_keys: bool = False) -> None:
                         "(docs/security.md)", config.listen)  # fmt: skip
     for name, listen in (("HTTP", gateway.http_listen), ("gRPC", gateway.grpc_listen)):
         if listen and is_reachable(listen) and config.tls.client_ca is None and not has_keys:
-            LOG.warning("anyone who reaches %s can chat over %s: set tls.client_ca (docs/security.md)", listen, name)
+            LOG.warning("anyone who reaches %s can chat over %s: set tls.client_ca (docs/security.md) or "
+                        "gateway.api_keys (docs/clients.md)", listen, name)  # fmt: skip
     for path in (config.tls.certificate, config.tls.client_ca, link.client_ca):
         problem = "" if path is None else validity_problem(path, SystemClock().wall_ns())
         if problem:
