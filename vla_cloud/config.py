@@ -9,7 +9,7 @@ from typing import Literal
 from vla_cloud.core.admission import AdmissionConfig
 from vla_cloud.core.router.settings import PlacementConfig
 from vla_cloud.gateway.image_settings import ImageRules
-from vla_cloud.gateway.settings import GrpcRules, check_listen
+from vla_cloud.gateway.settings import GrammarRules, GrpcRules, check_listen
 from vla_common.link_security import RobotLink
 from vla_common.tls import ServerTls
 
@@ -182,6 +182,7 @@ class GatewayConfig:
     salt_secret: str = ""
     images: ImageRules = field(default_factory=ImageRules)
     drain_s: float = 5.0
+    grammar: GrammarRules = field(default_factory=GrammarRules)
 
     def __post_init__(self) -> None:
         """Refuse values that would serve nobody."""

@@ -99,8 +99,9 @@ def _random(logits: NDArray[np.float32], rule: SamplingRule, position: int) -> i
     order, weights = _candidates(logits, rule)
     cumulative = np.cumsum(weights)
     drawn = uniform(rule.seed, position) * cumulative[-1]
-    # A product rounded up to the whole sum must not fall off the end.
-    return int(order[min(int(np.searchsorted(cumulative, drawn, side="right")), len(cumulative) - 1)])
+    # A product rounded up to the whole sum must not fall off the end, nor on a token of no weight there.
+    last = int(np.searchsorted(cumulative, cumulative[-1]))
+    return int(order[min(int(np.searchsorted(cumulative, drawn, side="right")), last)])
 
 
 def _candidates(
@@ -139,9 +140,12 @@ def _nucleus(
 
 
 def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Indices of the ``count`` largest, falling; equal values by rising index."""
+    """Indices of the ``count`` largest above -inf, falling; equal values by rising index."""
     if count == 0:
         return np.empty(0, dtype=np.int64)
+    if values.min() == -np.inf:  # what a grammar forbids; a partition of thousands of equal values takes milliseconds
+        finite = np.flatnonzero(values > -np.inf)
+        return finite[_largest(values[finite], min(count, len(finite)))]
     if count < len(values):
         bound = np.partition(values, len(values) - count)[len(values) - count]
         candidates = np.flatnonzero(values >= bound)

@@ -8,8 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vla_cloud.core.generate import FinishReason, GenerateRequest, RequestError
+from vla_cloud.core.grammar_spec import Grammar
 from vla_cloud.core.life_events import Fail
 from vla_cloud.pools.events import Finished, TokenEvent, request_error
+
+
+class AnyGrammar:
+    """A checker that takes every grammar, or raises ``error``."""
+
+    def __init__(self, error: RequestError | None = None) -> None:
+        self.error = error
+        self.seen: list[Grammar] = []
+
+    async def check(self, grammar: Grammar) -> None:
+        self.seen.append(grammar)
+        await asyncio.sleep(0)
+        if self.error is not None:
+            raise self.error
+
 
 Script = Sequence[Sequence[int] | Exception | TokenEvent]
 

@@ -80,7 +80,7 @@ class Bench:
 
     def add(
         self, name: str, role: Role, num_blocks: int = 64, *, runner: Any = None, end: Any = None,
-        config: EngineConfig | None = None, **changes: Any,
+        config: EngineConfig | None = None, grammars: Any = None, **changes: Any,
     ) -> Worker:  # fmt: skip
         """Start a worker. ``end``: its connector, an in-memory one by default."""
         runner = runner if runner is not None else KvChainRunner(num_blocks, max_model_len=256)
@@ -90,7 +90,7 @@ class Bench:
             sender = end = end if end is not None else self.wire.sender(runner.kv)
         elif role is Role.DECODE:
             receiver = end = end if end is not None else self.wire.receiver(runner.kv)
-        engine = WorkerEngine(runner, config, self.clock, sender, receiver)
+        engine = WorkerEngine(runner, config, self.clock, sender, receiver, grammars)
         ready = decode_to_gateway(encode(engine.ready(name)))
         assert isinstance(ready, messages.Ready)
         worker = self.workers[name] = Worker(name, engine, runner, ready, end)

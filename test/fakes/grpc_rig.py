@@ -38,9 +38,11 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(tokenizer: Any, service: Any, limits: ChatLimits | None = None, **rules: object) -> AsyncIterator[Rig]:
+async def rig(
+    tokenizer: Any, service: Any, limits: ChatLimits | None = None, grammars: Any = None, **rules: object
+) -> AsyncIterator[Rig]:  # fmt: skip
     clock = SystemClock()
-    chat = Chat([ServedModel("tiny", tokenizer, service)], clock, limits)
+    chat = Chat([ServedModel("tiny", tokenizer, service, grammars=grammars)], clock, limits)
     config = replace(CONFIG, grpc=replace(CONFIG.grpc, **rules))
     server = GrpcServer(chat, config, clock)
     await server.start()

@@ -148,7 +148,7 @@ class KvChainRunner:
         table = list(chunk.block_table[: -(-end // BLOCK_TOKENS)])
         rows = self._rows[:, table].reshape(self._layout.layers, -1, self._row_bytes)[:, :end]
         history = [*chunk.history, *chunk.token_ids]
-        return _sampled(chunk.request_id, rows.tobytes(), rule, end, history, self._vocab_size)
+        return _sampled(chunk.request_id, rows.tobytes(), rule, end, history, self._vocab_size, chunk.allowed)
 
 
 def reference(
@@ -181,8 +181,9 @@ def _link(before: bytes, below: bytes, size: int) -> bytes:
 
 
 def _sampled(
-    request_id: str, rows: bytes, rule: SamplingRule, position: int, history: Sequence[int], vocab_size: int
-) -> Sampled:
+    request_id: str, rows: bytes, rule: SamplingRule, position: int, history: Sequence[int], vocab_size: int,
+    allowed: NDArray[np.int32] | None = None,
+) -> Sampled:  # fmt: skip
     digest = hashlib.blake2b(rows, digest_size=16)
     if rule.temperature > 0:
         digest.update(struct.pack("<dQq", rule.temperature, rule.seed, position))
@@ -190,6 +191,9 @@ def _sampled(
         digest.update(struct.pack(f"<d{len(history)}i", rule.repetition_penalty, *history))
     value = int.from_bytes(digest.digest(), "little")
     token = value % vocab_size
+    if allowed is not None:
+        kept = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), count=vocab_size, bitorder="little"))
+        token = int(kept[value % len(kept)])
     if rule.logprobs is None:
         return Sampled(request_id, token)
     logprob = -math.log1p((value >> 64) % 1000)

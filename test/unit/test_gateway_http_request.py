@@ -74,7 +74,7 @@ def test_what_asks_for_nothing_changes_nothing(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"n": 2}, "n"), ({"presence_penalty": 0.1}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"), ({"tools": [{}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "grammar"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"), ({"store": True}, "store"),
     ({"service_tier": "flex"}, "service_tier"), ({"modalities": ["audio"]}, "modalities"), ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"top_k": 5}, "top_k"), ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -82,7 +82,9 @@ def test_what_asks_for_nothing_changes_nothing(fields: dict[str, Any]) -> None:
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"), ({"top_logprobs": 2}, "top_logprobs"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"), ({"max_tokens": "5"}, "max_tokens"), ({"temperature": []}, "temperature"),
     ({"messages": []}, "messages"), ({"messages": [USER] * 11}, "messages"), ({"messages": "hi"}, "messages"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{**USER, "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content"),
     ({"messages": [{**USER, "name": "bob"}]}, "messages[0].name"), ({"messages": [{"role": "user", "x": 1}]}, "messages[...].x"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),

@@ -10,6 +10,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vla_cloud.core.grammar_spec import KINDS, MAX_GRAMMAR_BYTES, Grammar
+
 MAX_STOP_TOKENS = 64
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20
@@ -127,7 +129,9 @@ class GenerateRequest:
 
     ``salt`` separates the prefix caches of tenants and is set by the server, never by a client.
     ``deadline_ns`` is on this host's CLOCK_MONOTONIC; None means no deadline. Requests of one ``session`` (a name of
-    the tenant's own) go to the same workers where load allows; "" for none.
+    the tenant's own) go to the same workers where load allows; "" for none. ``answered`` of
+    the ``tokens``, at their end, are outputs of it already; ``grammar``: what those and the further ones must look like
+    together.
     """
 
     request_id: str
@@ -138,6 +142,8 @@ class GenerateRequest:
     salt: bytes = b""
     deadline_ns: int | None = None
     session: str = ""
+    answered: int = 0
+    grammar: Grammar | None = None
 
 
 def seed_of(request: GenerateRequest) -> int:
@@ -164,6 +170,7 @@ def check_request(request: GenerateRequest, max_model_len: int, vocab_size: int 
         raise InvalidRequest(f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
     _check_images(request.images, len(request.tokens))
     _check_sampling(request.sampling)
+    _check_grammar(request)
 
 
 def _check_images(images: Sequence[ImageSpan], num_tokens: int) -> None:
@@ -174,6 +181,18 @@ def _check_images(images: Sequence[ImageSpan], num_tokens: int) -> None:
         if len(image.sha256) != 32:
             raise InvalidRequest(f"image span at token {image.start} needs a SHA-256 of 32 bytes")
         end = image.start + image.length
+
+
+def _check_grammar(request: GenerateRequest) -> None:
+    grammar = request.grammar
+    if not 0 <= request.answered < len(request.tokens):
+        raise InvalidRequest(f"{request.answered} of {len(request.tokens)} tokens cannot be of the answer")
+    if grammar is None:
+        return
+    if grammar.kind not in KINDS or len(grammar.text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"a grammar is one of {', '.join(KINDS)}, of at most {MAX_GRAMMAR_BYTES} bytes")
+    if not request.sampling.stop_token_ids:
+        raise InvalidRequest("a grammar needs stop tokens: nothing else can end the answer")
 
 
 def _check_sampling(sampling: SamplingParams) -> None:

@@ -45,6 +45,8 @@ class Chunk:
 
     ``sampling`` given: sample the token that follows the last one. None: no logits are computed (a chunk before the
     last). ``history`` holds all tokens at positions 0 .. start-1, read only for a repetition penalty other than 1.
+    ``allowed`` given: only tokens whose bit is set may be sampled, i32[ceil(vocabulary / 32)], token i being bit i % 32
+    of word i // 32.
     """
 
     request_id: str
@@ -53,6 +55,7 @@ class Chunk:
     block_table: Sequence[int]
     sampling: SamplingRule | None = None
     history: Sequence[int] = ()
+    allowed: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,9 @@ class Batch:
 class Sampled:
     """The token that follows a chunk, at position ``start + len(token_ids)``.
 
-    ``logprob`` is that of the token under the softmax of the model's own logits, before penalty and temperature, and
-    ``top_logprobs`` are the most likely (token, logprob), best first; None and empty unless ``sampling.logprobs`` asks.
+    ``logprob`` is that of the token under the softmax of the model's own logits (of the allowed tokens, where a chunk
+    names them), before penalty and temperature, and ``top_logprobs`` are the most likely (token, logprob), best
+    first; None and empty unless ``sampling.logprobs`` asks.
     """
 
     request_id: str

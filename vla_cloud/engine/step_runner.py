@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vla_cloud.core.generate import EngineFailed, InvalidRequest, RequestError
 from vla_cloud.core.sequence import TokenSequence
 from vla_cloud.core.step_plan import Chunk as PlannedChunk
 from vla_cloud.core.step_plan import StepPlan
+from vla_cloud.engine.grammars import Grammars
 from vla_cloud.engine.runner import Batch, BatchError, Chunk, ModelRunner, OnLayer, Sampled, sampling_rule
 
 LOG = logging.getLogger(__name__)
@@ -33,15 +34,18 @@ class StepOutcome:
 class StepRunner:
     """One model runner and the way plans become batches."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, grammars: Grammars | None = None) -> None:
         """The runner is used by the engine's thread only."""
         self._runner = runner
+        self._grammars = grammars
 
     def run(self, plan: StepPlan, on_layer: OnLayer | None) -> StepOutcome:
         """Compute the plan. Never raises for a fault of the model or of a request."""
         prefill = [_prefill_chunk(chunk) for chunk in plan.prefill]
         decode = [_decode_row(seq) for seq in plan.decode]
         outcome = StepOutcome()
+        if self._grammars:  # there are sequences with a grammar
+            prefill, decode = self._masked(plan, prefill, decode, outcome)
         while prefill or decode:
             try:
                 outcome.sampled.update(_checked(self._runner.run(Batch(prefill, decode), on_layer), prefill, decode))
@@ -59,6 +63,22 @@ class StepRunner:
                 self._one_by_one(prefill, decode, error, outcome)
                 return outcome
         return outcome
+
+    def _masked(
+        self, plan: StepPlan, prefill: list[Chunk], decode: list[Chunk], outcome: StepOutcome
+    ) -> tuple[list[Chunk], list[Chunk]]:
+        """With the tokens that grammars allow, without the requests that cannot go on."""
+        assert self._grammars is not None
+        masks, failed = self._grammars.masks(plan.sampling())
+        outcome.failed.update(failed)
+
+        def masked(chunks: list[Chunk]) -> list[Chunk]:
+            return [
+                replace(chunk, allowed=masks[chunk.request_id]) if chunk.request_id in masks else chunk
+                for chunk in chunks if chunk.request_id not in failed
+            ]  # fmt: skip
+
+        return masked(prefill), masked(decode)
 
     def _one_by_one(
         self, prefill: Sequence[Chunk], decode: Sequence[Chunk], cause: Exception, outcome: StepOutcome

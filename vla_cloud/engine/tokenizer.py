@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vla_cloud.core.generate import InvalidRequest
+from vla_cloud.core.tool_calls import OPEN
 from vla_common.clock import NS_PER_S, Clock, SystemClock
 
 MAX_PIECE_TOKENS = 16
@@ -33,7 +35,7 @@ class ChatTokenizer:
 
         Raises TokenizerError for a missing or unreadable file, or a model without end-of-text tokens.
         """
-        folder = Path(folder)
+        folder = self.folder = Path(folder)
         try:
             import jinja2
             from tokenizers import Tokenizer
@@ -54,6 +56,8 @@ class ChatTokenizer:
         if not self.eos_token_ids:
             raise TokenizerError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
         source = _template(folder, self._config)
+        self.has_tools = source is not None and _takes_tools(source)
+        """Whether the template writes tools itself, in the form of :mod:`vla_cloud.core.tool_calls`."""
         try:
             self._template = None if source is None else _environment(clock or SystemClock()).from_string(source)
         except jinja2.TemplateError as error:
@@ -154,6 +158,11 @@ class TextStream:
         self._tokens = self._tokens[self._given :]  # the newest piece is context for the next
         self._context, self._given = 0, len(self._tokens)
         return new
+
+
+def _takes_tools(source: str) -> bool:
+    """Templates of other forms are treated as if they knew none: the calls of an answer are read in one form only."""
+    return re.search(r"\btools\b", source) is not None and OPEN in source
 
 
 def _environment(clock: Clock) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vla_cloud.engine.allowed_tokens import forbid_others
 from vla_cloud.engine.runner import Batch, BatchError, Chunk, OnLayer, Sampled
 from vla_cloud.kv_transfer.layout import KvLayout, check_pool
 from vla_models.chat_model import ChatModel
@@ -91,6 +92,7 @@ class TorchRunner:
             logits_of=[end for end, _ in asked],
         )
         logits = self._paged.forward(step, self._pool, on_layer).float().cpu().numpy()
+        forbid_others(logits, [chunk.allowed for _, chunk in asked])
         return [_sample(row, chunk) for row, (_, chunk) in zip(logits, asked, strict=True)]
 
     def copy_blocks_out(self, blocks: Sequence[int]) -> NDArray[np.uint8]:

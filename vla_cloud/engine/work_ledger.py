@@ -79,8 +79,12 @@ def key_of(request_id: str, attempt: int) -> str:
     return f"{attempt}:{request_id}"
 
 
-def to_request(key: str, work: Work, now_ns: int) -> GenerateRequest:
-    """The scheduler's request. Raises InvalidRequest for what no gateway of this project sends."""
+def to_request(key: str, work: Work, now_ns: int, deadline_ns: int | None = None) -> GenerateRequest:
+    """The scheduler's request; ``deadline_ns`` if it was known before now.
+
+    Raises:
+        InvalidRequest: what no gateway of this project sends.
+    """
     try:
         tokens = tuple(unpack_tokens(work.prompt))
     except MessageError as error:
@@ -94,7 +98,9 @@ def to_request(key: str, work: Work, now_ns: int) -> GenerateRequest:
         work.priority,
         tuple(work.images),
         work.salt,
-        now_ns + round(work.time_left_s * NS_PER_S),
+        now_ns + round(work.time_left_s * NS_PER_S) if deadline_ns is None else deadline_ns,
+        answered=work.streamed,
+        grammar=work.grammar,
     )
 
 

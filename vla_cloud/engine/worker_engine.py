@@ -22,6 +22,7 @@ from vla_cloud.core.step_plan import Finished, Role, SchedulerConfig, StepPlan
 from vla_cloud.core.transfer_plan import TransferConfig
 from vla_cloud.engine import reports
 from vla_cloud.engine.decode_side import DecodeSide
+from vla_cloud.engine.grammars import GrammarBackend, Grammars
 from vla_cloud.engine.intake import Intake
 from vla_cloud.engine.outbox import Outbox
 from vla_cloud.engine.prefill_side import PrefillSide, push_failed
@@ -62,6 +63,7 @@ class WorkerEngine:
         clock: Clock,
         sender: KvSender | None = None,
         receiver: KvReceiver | None = None,
+        grammars: GrammarBackend | None = None,
     ) -> None:
         """Owns the runner's KV pool, and the connectors, which :meth:`close` closes. Raises ValueError."""
         limits = config.scheduler
@@ -80,7 +82,8 @@ class WorkerEngine:
         self.ledger = WorkLedger()
         self.outbox = Outbox(self.ledger)
         self.swap = HostSwap(runner)
-        self._steps = StepRunner(runner)
+        self.grammars = Grammars(grammars, runner.vocab_size)
+        self._steps = StepRunner(runner, self.grammars)
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None
         if sender is not None:
@@ -162,14 +165,16 @@ class WorkerEngine:
         return self.outbox.take()
 
     def wait_fds(self) -> list[int]:
-        """Descriptors that are readable when a transfer has news."""
+        """Descriptors that are readable when a transfer has news, or a grammar is compiled."""
+        fds = self.grammars.wait_fds()
         if self.prefill_side is not None:
-            return [self.prefill_side.sender.fileno()]
-        return [self.decode_side.receiver.fileno()] if self.decode_side is not None else []
+            return [*fds, self.prefill_side.sender.fileno()]
+        return [*fds, self.decode_side.receiver.fileno()] if self.decode_side is not None else fds
 
     def wait_s(self) -> float | None:
         """How long the worker may wait for messages and descriptors after step() said False; None: for ever."""
         deadlines = [record.seq.request.deadline_ns for record in self.ledger]
+        deadlines.extend(self._intake.held_until_ns())
         for side in (self.prefill_side, self.decode_side):
             if side is not None:
                 deadlines.append(side.next_ns())
@@ -182,6 +187,7 @@ class WorkerEngine:
             if side is not None:
                 side.close()
         self.swap.clear()
+        self.grammars.close()
 
     # -- for the intake --------------------------------------------------------------------------------------------
 
@@ -213,11 +219,13 @@ class WorkerEngine:
             LOG.exception("the connectors could not be closed")
         for record in self.ledger:
             self.outbox.say(self.ledger.fail(record, EngineFailed(f"its worker ended: {text}")))
+        self._intake.refuse_held(f"the worker ends: {text}")
         self.outbox.say(messages.Error("INTERNAL", self.failure))
 
     # -- the two halves of a step ----------------------------------------------------------------------------------
 
     def _look_and_plan(self) -> StepPlan:
+        self._intake.look()
         for side in (self.prefill_side, self.decode_side):
             if side is not None:
                 side.look()
@@ -274,6 +282,7 @@ class WorkerEngine:
         """Transfers and host copies of the ended go, before another step uses their blocks; then they are told."""
         for one in finished:
             self.swap.drop(one.request_id)
+            self.grammars.end(one.request_id)
             if self.prefill_side is not None:
                 self.prefill_side.stop(one.request_id)
             if self.decode_side is not None:
@@ -283,7 +292,7 @@ class WorkerEngine:
     def _close_step(self) -> bool:
         for message in reports.kv_events(self.tree):
             self.outbox.say(message)
-        if self.draining and not self._drained and not len(self.ledger):
+        if self.draining and not self._drained and not len(self.ledger) and not self._intake.holds_any:
             self._drained = True
             self.outbox.say(messages.Drained())
         return self.outbox.close_step()

@@ -28,8 +28,8 @@ class Tokenizer(Protocol):
 
     eos_token_ids: frozenset[int]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of a conversation; InvalidRequest if the template refuses it."""
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Tokens of a conversation (``options`` go to its template); InvalidRequest if the template refuses it."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -19,20 +19,22 @@ from vla_cloud.core.generate import (
     DuplicateRequest,
     GenerateRequest,
     ImageSpan,
+    InvalidRequest,
     QueueFull,
     RequestAborted,
     RequestError,
     SamplingParams,
     WorkerLost,
 )
+from vla_cloud.core.tool_prompt import Turn, render
 from vla_cloud.core.ttft_predictor import TtftPredictor
 from vla_cloud.gateway.answer_text import AnswerText
+from vla_cloud.gateway.answer_tools import with_tool_calls
 from vla_cloud.gateway.chat_types import (
+    AnswerEvent,
     ChatLimits,
     ChatRequest,
-    Done,
     Message,
-    TextDelta,
     TextPart,
     UnknownModel,
     check_chat,
@@ -103,19 +105,28 @@ class Chat:
             raise UnknownModel(f"no model {name[:80]!r} is served; there is {', '.join(names) or 'none for this key'}")
         return self._models[name or names[0]]
 
-    async def stream(self, request: ChatRequest) -> AsyncGenerator[TextDelta | Done, None]:
-        """Answer: TextDeltas, then one Done. Closing the generator (aclosing) aborts the request in the pools.
+    def stream(self, request: ChatRequest) -> AsyncGenerator[AnswerEvent, None]:
+        """Answer: TextDeltas (and ToolCallDeltas, if tools may be called), then one Done.
+
+        Closing the generator (aclosing) aborts the request in the pools.
 
         Raises:
             RequestError: refused, or failed; ``code`` is a gRPC status name, ``retry_after_s`` (if it is set and above
                 0) says when to try again. Text given before remains right.
         """
+        answer = self._stream(request)
+        if request.grammar is not None and request.grammar.kind == "tool_call":
+            return with_tool_calls(answer)
+        return answer
+
+    async def _stream(self, request: ChatRequest) -> AsyncGenerator[AnswerEvent, None]:
         running = self._begin(request)
         model, request_id = running.model, running.request_id
         predictor = self._predictors[model.name]
         cached_tokens: int | None = None
         try:
             self._check_open(model, request, 0)
+            await self._check_grammar(model, request)
             prompt, images = await self._prompt(model, request)
             if running.aborted:
                 raise RequestAborted("the request was aborted")
@@ -219,16 +230,31 @@ class Chat:
             told = f"the first token is expected after {expected_s:.2f} s, the deadline is in {left_s:.2f} s"
             raise DeadlineExceeded(f"{told}: give it more time, or try again when there is less to do")
 
+    async def _check_grammar(self, model: ServedModel, request: ChatRequest) -> None:
+        if request.grammar is None:
+            return
+        if model.grammars is None:
+            raise InvalidRequest(f"model {model.name} is served without response_format and tools: ask for text")
+        await model.grammars.check(request.grammar)
+
     async def _prompt(self, model: ServedModel, request: ChatRequest) -> Prompt:
         parts = [image for message in request.messages for image in message.images]
         if parts and model.vision is not None:
+            if request.tools:
+                raise InvalidRequest("images and tools in one request are not served: leave one out")
             vision, seen = model.vision, [_multimodal(message) for message in request.messages]
             async with vision.intake.taken(parts) as images:
                 return await self._in_thread(lambda: vision.prompt(seen, images))
-        messages = [{"role": message.role, "content": message.text} for message in request.messages]
-        if sum(len(message["content"]) for message in messages) <= self.limits.inline_chars:
-            return model.tokenizer.chat(messages), ()
-        return await self._in_thread(lambda: (model.tokenizer.chat(messages), ()))
+        turns = [
+            Turn(one.role, one.text, tuple((c.call_id, c.name, c.arguments) for c in one.calls), one.call_id)
+            for one in request.messages
+        ]
+        rendered = render(turns, request.tools, getattr(model.tokenizer, "has_tools", False))
+        messages, options = rendered.messages, rendered.options
+        size = sum(len(message["content"]) for message in messages)
+        if size + sum(len(tool.parameters) for tool in request.tools) <= self.limits.inline_chars:
+            return model.tokenizer.chat(messages, **options), ()
+        return await self._in_thread(lambda: (model.tokenizer.chat(messages, **options), ()))
 
     async def _in_thread(self, work: Callable[[], Prompt]) -> Prompt:
         if self._tokenising >= self.limits.max_tokenising:
@@ -256,7 +282,7 @@ class Chat:
         client = running.client
         return GenerateRequest(
             running.request_id, tuple(prompt), sampling, client.priority(request.priority), images, client.salt,
-            request.deadline_ns, session=request.session,
+            request.deadline_ns, session=request.session, grammar=request.grammar,
         )  # fmt: skip
 
 

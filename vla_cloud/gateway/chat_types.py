@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from vla_cloud.core.client import Client
 from vla_cloud.core.generate import MAX_LOGPROBS, InvalidRequest, Priority, RequestError
+from vla_cloud.core.grammar import Tool
+from vla_cloud.core.grammar_spec import Grammar
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_STOPS = 4
@@ -38,11 +41,22 @@ class ImagePart:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that an assistant made. ``arguments`` is JSON text of an object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One turn. ``role`` is one of ROLES."""
+    """One turn. ``role`` is one of ROLES; an assistant may have called tools, a tool answers the call ``call_id``."""
 
     role: str
     parts: tuple[TextPart | ImagePart, ...]
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
 
     @property
     def text(self) -> str:
@@ -71,6 +85,8 @@ class ChatRequest:
         deadline_ns: monotonic; None for the gateway's default.
         session: the client's name for a conversation, which then stays on its workers where load allows; "" for none.
         client: who asks, found by the door; None where it does not ask for keys.
+        grammar: what the answer must look like. With one of tools the answer has ToolCallDeltas.
+        tools: what the model is told that it may call.
     """
 
     request_id: str
@@ -88,6 +104,8 @@ class ChatRequest:
     deadline_ns: int | None = None
     session: str = ""
     client: Client | None = None
+    grammar: Grammar | None = None
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +134,18 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of a call: its id and name first, without arguments; then pieces of their JSON text."""
+
+    index: int
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens. ``completion_tokens`` counts those computed, also EOS and those of a stop string.
 
@@ -129,11 +159,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer is complete. ``finish_reason`` is "stop" (EOS or a stop string) or "length"."""
+    """The answer is complete. ``finish_reason`` is "stop" (EOS or a stop string), "length" or "tool_calls"."""
 
     finish_reason: str
     usage: Usage
     stop_string: str | None = None
+
+
+AnswerEvent: TypeAlias = TextDelta | ToolCallDelta | Done
+"""What an answer consists of; Done is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +219,18 @@ def _check_messages(messages: tuple[Message, ...], limits: ChatLimits, can_see: 
             raise InvalidRequest(
                 f"message {index} has an image, and this chat model has no vision tower: send text only"
             )
-    chars = sum(len(part.text) for message in messages for part in message.parts if isinstance(part, TextPart))
+    _check_calls(messages)
+    chars = sum(len(call.arguments) for message in messages for call in message.calls)
+    chars += sum(len(part.text) for message in messages for part in message.parts if isinstance(part, TextPart))
     if chars > limits.max_chars:
         raise InvalidRequest(f"the conversation has {chars} characters, at most {limits.max_chars} are taken")
+
+
+def _check_calls(messages: tuple[Message, ...]) -> None:
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.calls and message.role != "assistant":
+            raise InvalidRequest(f"message {index} ({message.role}) has tool calls: only an assistant calls tools")
+        known.update(call.call_id for call in message.calls)
+        if message.call_id and message.call_id not in known:
+            raise InvalidRequest(f"message {index} answers call {message.call_id[:80]!r}, which nobody made before it")

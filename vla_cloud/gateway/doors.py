@@ -10,6 +10,7 @@ from vla_cloud.config import CloudConfig
 from vla_cloud.gateway.answer_text import Tokenizer
 from vla_cloud.gateway.chat import Chat, ServedModel, Service
 from vla_cloud.gateway.clients import open_clients
+from vla_cloud.gateway.grammar_checker import GrammarChecker
 from vla_cloud.gateway.settings import GatewayError
 from vla_common.clock import Clock
 
@@ -38,7 +39,11 @@ class Doors:
         gateway = config.gateway
         name = gateway.model_name or Path(config.serving.model).name
         clients = open_clients(clock, gateway.api_keys, gateway.salt_secret)
-        self.chat = Chat([ServedModel(name, tokenizer, service)], clock, clients=clients)
+        folder = getattr(tokenizer, "folder", None)
+        self._checker = (
+            None if folder is None else GrammarChecker(folder, tokenizer.eos_token_ids, gateway.grammar)
+        )
+        self.chat = Chat([ServedModel(name, tokenizer, service, grammars=self._checker)], clock, clients=clients)
         self._drain_s = gateway.drain_s
         self._doors: list[Door] = []
         try:
@@ -80,3 +85,5 @@ class Doors:
         for door in reversed(self._doors):
             await door.stop()
         self.chat.close()
+        if self._checker is not None:
+            self._checker.close()

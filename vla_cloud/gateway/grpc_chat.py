@@ -9,8 +9,8 @@ import grpc.aio
 
 from vla_cloud.core.generate import InvalidRequest, QueueFull, RequestError
 from vla_cloud.gateway.chat import Chat
-from vla_cloud.gateway.chat_types import ChatRequest, TextDelta
-from vla_cloud.gateway.grpc_convert import chat_request, delta, done, logprob
+from vla_cloud.gateway.chat_types import ChatRequest, Done, TextDelta
+from vla_cloud.gateway.grpc_convert import add_call, chat_request, chunk, done, logprob
 from vla_cloud.gateway.grpc_errors import client_of, end_with
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 from vla_common.clock import NS_PER_S, Clock
@@ -34,12 +34,15 @@ class ChatServicer:
             asked = self._asked(request, context)
             async with aclosing(self._chat.stream(asked)) as answer:
                 async for event in answer:
+                    if isinstance(event, Done):
+                        result.done.CopyFrom(done(event, asked.request_id))
+                        continue
+                    result.tokens.extend(event.tokens)
+                    result.logprobs.extend(logprob(one) for one in event.logprobs)
                     if isinstance(event, TextDelta):
                         text.append(event.text)
-                        result.tokens.extend(event.tokens)
-                        result.logprobs.extend(logprob(one) for one in event.logprobs)
                     else:
-                        result.done.CopyFrom(done(event, asked.request_id))
+                        add_call(result, event)
         except RequestError as error:
             await end_with(context, error)
         await context.send_initial_metadata(((REQUEST_ID, asked.request_id),))
@@ -61,12 +64,8 @@ class ChatServicer:
                         if not has_begun:
                             has_begun = True
                             await context.send_initial_metadata(((REQUEST_ID, asked.request_id),))
-                        if isinstance(event, TextDelta):
-                            chunk = pb.GenerateChunk(delta=delta(event))
-                        else:
-                            chunk = pb.GenerateChunk(done=done(event, asked.request_id))
                         reader.begin()
-                        await context.write(chunk)
+                        await context.write(chunk(event, asked.request_id))
                         reader.end()
         except RequestError as error:
             await end_with(context, error)

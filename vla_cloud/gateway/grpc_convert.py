@@ -8,6 +8,7 @@ from typing import Any
 from vla_cloud.core.client import Client
 from vla_cloud.core.generate import InvalidRequest, Priority
 from vla_cloud.gateway.chat_types import (
+    AnswerEvent,
     ChatRequest,
     Done,
     ImagePart,
@@ -15,7 +16,9 @@ from vla_cloud.gateway.chat_types import (
     TextDelta,
     TextPart,
     TokenLogprob,
+    ToolCallDelta,
 )
+from vla_cloud.gateway.grpc_structured import tool_calls, wishes
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 
 _PRIORITIES = {
@@ -24,7 +27,9 @@ _PRIORITIES = {
     pb.PRIORITY_NORMAL: Priority.NORMAL,
     pb.PRIORITY_LOW: Priority.LOW,
 }
-_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+_REASONS = {
+    "stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+}  # fmt: skip
 
 
 def chat_request(
@@ -38,6 +43,7 @@ def chat_request(
     if message.priority not in _PRIORITIES:
         raise InvalidRequest(f"priority {message.priority} is not known: use high, normal or low")
     sampling = message.sampling
+    grammar, tools = wishes(message)
     return ChatRequest(
         request_id=message.request_id or uuid.uuid4().hex,
         messages=tuple(_message(index, one) for index, one in enumerate(message.messages)),
@@ -53,12 +59,23 @@ def chat_request(
         priority=_PRIORITIES[message.priority],
         deadline_ns=deadline_ns,
         client=client,
+        grammar=grammar,
+        tools=tools,
     )
 
 
 def delta(event: TextDelta) -> pb.Delta:
     """Text, tokens and their log-probabilities."""
     return pb.Delta(text=event.text, tokens=event.tokens, logprobs=[logprob(one) for one in event.logprobs])
+
+
+def chunk(event: AnswerEvent, request_id: str) -> pb.GenerateChunk:
+    """An event of the stream."""
+    if isinstance(event, TextDelta):
+        return pb.GenerateChunk(delta=delta(event))
+    if isinstance(event, ToolCallDelta):
+        return pb.GenerateChunk(tool_call=tool_call_delta(event))
+    return pb.GenerateChunk(done=done(event, request_id))
 
 
 def done(event: Done, request_id: str) -> pb.Done:
@@ -71,6 +88,21 @@ def done(event: Done, request_id: str) -> pb.Done:
             cached_tokens=usage.cached_tokens,
         ),
     )  # fmt: skip
+
+
+def tool_call_delta(event: ToolCallDelta) -> pb.ToolCallDelta:
+    """More of a call."""
+    return pb.ToolCallDelta(
+        index=event.index, id=event.call_id, name=event.name, arguments=event.arguments, tokens=event.tokens,
+        logprobs=[logprob(one) for one in event.logprobs],
+    )  # fmt: skip
+
+
+def add_call(result: pb.GenerateResponse, event: ToolCallDelta) -> None:
+    """Put more of a call where it belongs in a whole answer."""
+    if event.index == len(result.tool_calls):
+        result.tool_calls.add(id=event.call_id, name=event.name)
+    result.tool_calls[event.index].arguments += event.arguments
 
 
 def logprob(one: TokenLogprob) -> pb.TokenLogprob:
@@ -100,7 +132,8 @@ def _worker(info: dict[str, Any]) -> pb.Worker:
 
 
 def _message(index: int, message: pb.Message) -> Message:
-    return Message(message.role, tuple(_part(index, part) for part in message.parts))
+    parts = tuple(_part(index, part) for part in message.parts)
+    return Message(message.role, parts, tool_calls(index, message.tool_calls), message.tool_call_id)
 
 
 def _part(index: int, part: pb.Part) -> TextPart | ImagePart:

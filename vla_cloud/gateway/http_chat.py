@@ -13,7 +13,7 @@ import msgspec
 from vla_cloud.core.client import Client
 from vla_cloud.core.generate import RequestError
 from vla_cloud.gateway.chat import Chat
-from vla_cloud.gateway.chat_types import Done, TextDelta, TokenLogprob, Usage
+from vla_cloud.gateway.chat_types import AnswerEvent, Done, TextDelta, TokenLogprob, ToolCallDelta, Usage
 from vla_cloud.gateway.http_errors import HttpError, http_error, internal_error
 from vla_cloud.gateway.http_exchange import ClientGone, Exchange, ExchangeRules, Receive, Scope, Send
 from vla_cloud.gateway.http_request import Question, parse
@@ -111,14 +111,16 @@ class _Style:
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return {**self._common, "object": "chat.completion.chunk", "choices": [], "usage": _usage(usage)}
 
-    def whole(self, text: str, logprobs: Any, done: Done) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def whole(self, text: str, calls: list[dict[str, Any]], logprobs: Any, done: Done) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
         choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": done.finish_reason}
         return {**self._common, "object": "chat.completion", "choices": [choice], "usage": _usage(done.usage)}
 
 
 async def _stream(
-    exchange: Exchange, question: Question, style: _Style, events: AsyncGenerator[TextDelta | Done, None]
+    exchange: Exchange, question: Question, style: _Style, events: AsyncGenerator[AnswerEvent, None]
 ) -> None:
     # A refusal before the first token is a status of its own, so nothing is sent until there is one.
     usage_field = {"usage": None} if question.include_usage else {}
@@ -130,9 +132,9 @@ async def _stream(
                 ("x-request-id", question.request.request_id),
             )  # fmt: skip
             data = _event(style.chunk({"role": "assistant", "content": ""}) | usage_field)
-        if isinstance(event, TextDelta):
+        if not isinstance(event, Done):
             logprobs = _logprobs(event.logprobs) if question.request.logprobs else None
-            await exchange.write(data + _event(style.chunk({"content": event.text}, logprobs) | usage_field))
+            await exchange.write(data + _event(style.chunk(_delta(event), logprobs) | usage_field))
             continue
         data += _event(style.chunk({}, reason=event.finish_reason) | usage_field)
         if question.include_usage:
@@ -141,18 +143,37 @@ async def _stream(
 
 
 async def _whole(
-    exchange: Exchange, question: Question, style: _Style, events: AsyncGenerator[TextDelta | Done, None]
+    exchange: Exchange, question: Question, style: _Style, events: AsyncGenerator[AnswerEvent, None]
 ) -> None:
     texts: list[str] = []
+    calls: list[dict[str, Any]] = []
     logprobs: list[TokenLogprob] = []
     async for event in events:
-        if isinstance(event, TextDelta):
-            texts.append(event.text)
+        if not isinstance(event, Done):
             logprobs += event.logprobs
+            if isinstance(event, TextDelta):
+                texts.append(event.text)
+            elif event.index == len(calls):
+                calls.append(_call(event))
+            else:
+                calls[event.index]["function"]["arguments"] += event.arguments
             continue
         told = _logprobs(tuple(logprobs)) if question.request.logprobs else None
-        body = _encode(style.whole("".join(texts), told, event))
+        body = _encode(style.whole("".join(texts), calls, told, event))
         await exchange.answer(200, "application/json", body, ("x-request-id", question.request.request_id))
+
+
+def _delta(event: TextDelta | ToolCallDelta) -> dict[str, Any]:
+    if isinstance(event, TextDelta):
+        return {"content": event.text}
+    if event.name:
+        return {"tool_calls": [{"index": event.index, **_call(event)}]}
+    return {"tool_calls": [{"index": event.index, "function": {"arguments": event.arguments}}]}
+
+
+def _call(event: ToolCallDelta) -> dict[str, Any]:
+    function = {"name": event.name, "arguments": event.arguments}
+    return {"id": event.call_id, "type": "function", "function": function}
 
 
 def _event(value: dict[str, Any]) -> bytes:

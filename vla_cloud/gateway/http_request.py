@@ -1,6 +1,7 @@
 """The body of POST /v1/chat/completions: checked field by field, nothing that is not served is dropped in silence.
 
-The schema has no place for nested values, so the depth of the JSON is bounded by it: anything deeper is refused.
+The body has no place for nested values but the schemas of response_format and tools, whose depth is bounded where they
+are read: anything deeper is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vla_cloud.core.client import Client
 from vla_cloud.core.generate import InvalidRequest
 from vla_cloud.gateway.chat_types import ChatRequest, ImagePart, Message, TextPart
 from vla_cloud.gateway.http_errors import HttpError, bad_request
+from vla_cloud.gateway.http_structured import tool_calls, wishes
 
 _NULL: Final = msgspec.Raw(b"null")
 
@@ -24,8 +26,6 @@ _NEUTRAL: Final[dict[str, tuple[str, ...]]] = {
     "presence_penalty": ("0", "0.0"),
     "frequency_penalty": ("0", "0.0"),
     "logit_bias": ("{}",),
-    "tools": ("[]",),
-    "tool_choice": ('"none"', '"auto"'),
     "functions": ("[]",),
     "function_call": ('"none"', '"auto"'),
     "modalities": ('["text"]',),
@@ -33,10 +33,10 @@ _NEUTRAL: Final[dict[str, tuple[str, ...]]] = {
     "service_tier": ('"auto"', '"default"'),
 }
 _NEUTRAL_OF_MESSAGE: Final[dict[str, tuple[str, ...]]] = {
-    "name": (), "refusal": (), "tool_calls": ("[]",), "function_call": (), "audio": (), "annotations": ("[]",),
-    "tool_call_id": (),
+    "name": (), "refusal": (), "function_call": (), "audio": (), "annotations": ("[]",),
 }  # fmt: skip
-_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+                 "tool": "tool"}  # fmt: skip
 _PLACE: Final = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _FIELD: Final = re.compile(r"field `(.*?)`")
 
@@ -68,16 +68,12 @@ class _Message(_Strict, frozen=True):
     function_call: msgspec.Raw = _NULL
     audio: msgspec.Raw = _NULL
     annotations: msgspec.Raw = _NULL
-    tool_call_id: msgspec.Raw = _NULL
+    tool_call_id: str | None = None
 
 
 class _StreamOptions(_Strict, frozen=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-
-
-class _ResponseFormat(msgspec.Struct, frozen=True):
-    type: str
 
 
 class _Body(_Strict, frozen=True):
@@ -94,20 +90,20 @@ class _Body(_Strict, frozen=True):
     stop: str | list[str] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: _ResponseFormat | None = None
     prompt_cache_key: str | None = None
+    response_format: msgspec.Raw = _NULL
+    tools: msgspec.Raw = _NULL
+    tool_choice: msgspec.Raw = _NULL
+    parallel_tool_calls: bool | None = None
     # Without effect here, and none is missed.
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] | None = None
-    parallel_tool_calls: bool | None = None
     # See _NEUTRAL.
     n: msgspec.Raw = _NULL
     presence_penalty: msgspec.Raw = _NULL
     frequency_penalty: msgspec.Raw = _NULL
     logit_bias: msgspec.Raw = _NULL
-    tools: msgspec.Raw = _NULL
-    tool_choice: msgspec.Raw = _NULL
     functions: msgspec.Raw = _NULL
     function_call: msgspec.Raw = _NULL
     modalities: msgspec.Raw = _NULL
@@ -141,8 +137,6 @@ def parse(
     given = _decode(body)
     for name, neutral in _NEUTRAL.items():
         _require_neutral(getattr(given, name), neutral, name)
-    if given.response_format is not None and given.response_format.type != "text":
-        raise _not_served(f"response_format {given.response_format.type}", "response_format", "only text is")
     if given.stream_options is not None:
         if not given.stream:
             raise bad_request("stream_options needs stream: true", "stream_options")
@@ -181,6 +175,7 @@ def _request(given: _Body, messages: tuple[Message, ...], request_id: str, clien
     if len(limits) > 1:
         raise bad_request("max_tokens and max_completion_tokens differ: give one", "max_tokens")
     stop = given.stop
+    grammar, tools = wishes(given.response_format, given.tools, given.tool_choice, given.parallel_tool_calls)
     try:
         return ChatRequest(
             request_id, messages, given.model, limits.pop() if limits else None,
@@ -188,6 +183,7 @@ def _request(given: _Body, messages: tuple[Message, ...], request_id: str, clien
             1.0 if given.repetition_penalty is None else given.repetition_penalty, given.seed,
             () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
             bool(given.logprobs), given.top_logprobs or 0, session=given.prompt_cache_key or "", client=client,
+            grammar=grammar, tools=tools,
         )  # fmt: skip
     except InvalidRequest as error:
         raise bad_request(str(error)) from error
@@ -196,15 +192,23 @@ def _request(given: _Body, messages: tuple[Message, ...], request_id: str, clien
 def _message(message: _Message, place: str, can_see: bool) -> Message:
     role = _ROLES.get(message.role)
     if role is None:
-        raise _not_served(f"role {message.role!r}", f"{place}.role", "system, developer, user and assistant are")
+        raise _not_served(f"role {message.role!r}", f"{place}.role", "system, developer, user, assistant and tool are")
     for name, neutral in _NEUTRAL_OF_MESSAGE.items():
         _require_neutral(getattr(message, name), neutral, f"{place}.{name}")
+    calls = tool_calls(message.tool_calls, f"{place}.tool_calls")
+    if role == "tool" and not message.tool_call_id:
+        raise bad_request(f"{place}.tool_call_id is missing", f"{place}.tool_call_id")
+    if role != "tool" and message.tool_call_id is not None:
+        raise _not_served(f"{place}.tool_call_id", f"{place}.tool_call_id")
+    call_id = message.tool_call_id or ""
+    if message.content is None and calls:
+        return Message(role, (), calls)
     if message.content is None:
         raise bad_request(f"{place}.content is missing", f"{place}.content")
     if isinstance(message.content, str):
-        return Message(role, (TextPart(message.content),))
-    parts = (_part(part, f"{place}.content[{i}]", can_see) for i, part in enumerate(message.content))
-    return Message(role, tuple(parts))
+        return Message(role, (TextPart(message.content),), calls, call_id)
+    parts = tuple(_part(part, f"{place}.content[{i}]", can_see) for i, part in enumerate(message.content))
+    return Message(role, parts, calls, call_id)
 
 
 def _part(part: _Part, place: str, can_see: bool) -> TextPart | ImagePart:

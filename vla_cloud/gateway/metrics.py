@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from vla_cloud.core.generate import RequestError
 from vla_cloud.core.placement import ROUTER_GAUGES
-from vla_cloud.gateway.chat_types import ChatRequest, Done, TextDelta, Usage
+from vla_cloud.gateway.chat_types import AnswerEvent, ChatRequest, Done, Usage
 from vla_common.clock import NS_PER_S, Clock
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -72,8 +72,8 @@ class GatewayMetrics:
         ProcessCollector(registry=self._registry)
 
     async def observed(
-        self, door: str, request: ChatRequest, answer: AsyncGenerator[TextDelta | Done, None]
-    ) -> AsyncGenerator[TextDelta | Done, None]:
+        self, door: str, request: ChatRequest, answer: AsyncGenerator[AnswerEvent, None]
+    ) -> AsyncGenerator[AnswerEvent, None]:
         """The same answer, counted; close it as the answer itself."""
         begun_ns = last_ns = self._clock.monotonic_ns()
         is_first, outcome, code = True, "cancelled", "CANCELLED"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vla_cloud.core.generate import GenerateRequest, ImageSpan
+from vla_cloud.core.grammar_spec import Grammar
 from vla_cloud.gateway.answer_text import Tokenizer
 from vla_cloud.gateway.chat_types import ImagePart
 from vla_cloud.pools.events import Finished, TokenEvent
@@ -62,14 +63,24 @@ class Vision(Protocol):
         ...
 
 
+class Checker(Protocol):
+    """Finds out whether grammars can be served; see vla_cloud.gateway.grammar_checker.GrammarChecker."""
+
+    async def check(self, grammar: Grammar) -> None:
+        """Return, or raise a RequestError."""
+        ...
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A name that clients use, what reads and writes its text, and what computes it.
 
     ``vision`` None: the model cannot see; images are refused before a byte of them is fetched or decoded.
+    ``grammars`` None: requests with a grammar are refused.
     """
 
     name: str
     tokenizer: Tokenizer
     service: Service
     vision: Vision | None = None
+    grammars: Checker | None = None

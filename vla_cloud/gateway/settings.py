@@ -40,6 +40,22 @@ def check_listen(listen: str, allow_remote: bool, name: str) -> None:
 
 
 @dataclass(frozen=True)
+class GrammarRules:
+    """Limits of what a schema of a client may cost."""
+
+    cpu_s: float = 1.0
+    memory_bytes: int = 1 << 30
+    max_waiting: int = 32
+
+    def __post_init__(self) -> None:
+        """Refuse values that would serve nobody."""
+        if not 0.0 < self.cpu_s <= 60.0:
+            raise ValueError(f"cpu_s must be above 0 and at most 60, got {self.cpu_s}")
+        if self.memory_bytes < 1 << 26 or self.max_waiting < 1:
+            raise ValueError("memory_bytes must be at least 64 MiB, max_waiting at least 1")
+
+
+@dataclass(frozen=True)
 class GrpcRules:
     """Limits of the gRPC servers."""
 

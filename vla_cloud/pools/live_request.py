@@ -61,7 +61,10 @@ class LiveRequest:
         sampling = dataclasses.replace(self.sampling, max_new_tokens=self.tokens_left)
         left_s = max(0.0, (self.life.deadline_ns - now_ns) / NS_PER_S)
         request, streamed = self.request, len(self.life.outputs)
-        return Work(self.prompt_now(), sampling, left_s, streamed, request.priority, request.salt, list(request.images))
+        return Work(
+            self.prompt_now(), sampling, left_s, streamed, request.priority, request.salt, list(request.images),
+            request.grammar,
+        )  # fmt: skip
 
     def add(self, row: TokenRow) -> None:
         """Tokens for the client."""

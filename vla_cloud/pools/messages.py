@@ -32,6 +32,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import Meta, Struct, field
 
 from vla_cloud.core.generate import ImageSpan, Priority, SamplingParams
+from vla_cloud.core.grammar_spec import Grammar
 from vla_cloud.core.kv_events import KvChange
 from vla_cloud.kv_transfer.layout import KvLayout
 
@@ -95,6 +96,7 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
         streamed: how many tokens at the end of ``prompt`` were streamed before (0 in a first attempt).
         time_left_s: until the request's deadline.
         salt: of the tenant; part of every prefix key.
+        grammar: what the streamed tokens and the further ones must look like together.
     """
 
     prompt: TokenBytes
@@ -104,6 +106,7 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     priority: Priority = Priority.NORMAL
     salt: Hash = b""
     images: Annotated[list[ImageSpan], Meta(max_length=1024)] = field(default_factory=list)
+    grammar: Grammar | None = None
 
 
 class Destination(Struct, frozen=True, forbid_unknown_fields=True):

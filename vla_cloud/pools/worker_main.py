@@ -16,6 +16,7 @@ from typing import Final
 from vla_cloud.core.block_pool import BLOCK_TOKENS
 from vla_cloud.core.step_plan import Role, SchedulerConfig
 from vla_cloud.engine.calibrate import with_host_swap
+from vla_cloud.engine.grammars import GrammarBackend
 from vla_cloud.engine.runner import ModelRunner
 from vla_cloud.engine.worker_engine import EngineConfig, WorkerEngine
 from vla_cloud.kv_transfer.connector import KvReceiver, KvSender
@@ -43,6 +44,7 @@ class Loaded:
     runner: ModelRunner
     memory: KvMemory
     eos_token_ids: tuple[int, ...]
+    grammars: GrammarBackend | None = None
 
 
 MakePool = Callable[[KvLayout], KvMemory]
@@ -111,7 +113,7 @@ def build_engine(loaded: Loaded, settings: WorkerSettings, clock: Clock) -> Work
     config = EngineConfig(scheduler=limits, eos_token_ids=loaded.eos_token_ids)
     sender = _sender(settings.transfer, loaded, clock) if role is Role.PREFILL else None
     receiver = _receiver(settings.transfer, loaded, clock) if role is Role.DECODE else None
-    return WorkerEngine(runner, config, clock, sender, receiver)
+    return WorkerEngine(runner, config, clock, sender, receiver, loaded.grammars)
 
 
 def _sender(transfer: str, loaded: Loaded, clock: Clock) -> KvSender:
@@ -152,6 +154,7 @@ def load_model(settings: WorkerSettings, make_pool: MakePool) -> Loaded:
     """
     import torch
 
+    from vla_cloud.engine.grammar_xgrammar import XGrammarBackend
     from vla_cloud.engine.torch_runner import TorchRunner, chat_layout
     from vla_models.chat_model import load_chat_model
 
@@ -160,7 +163,8 @@ def load_model(settings: WorkerSettings, make_pool: MakePool) -> Loaded:
     memory = make_pool(chat_layout(model))
     runner = TorchRunner(model, kv=memory.array)
     runner.warm_up(settings.chunk_tokens, settings.max_running)
-    return Loaded(runner, memory, eos_token_ids(model.folder))
+    eos = eos_token_ids(model.folder)
+    return Loaded(runner, memory, eos, XGrammarBackend(model.folder, runner.vocab_size, eos))
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:

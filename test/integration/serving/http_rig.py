@@ -17,7 +17,9 @@ from serving_rig import BASE, chain_specs, reference
 from vla_cloud.config import GatewayConfig
 from vla_cloud.engine.tokenizer import ChatTokenizer
 from vla_cloud.gateway.chat import Chat, ServedModel
+from vla_cloud.gateway.grammar_checker import GrammarChecker
 from vla_cloud.gateway.http_server import HttpServer
+from vla_cloud.gateway.settings import GrammarRules
 from vla_cloud.pools.serving_thread import ServingThread
 from vla_common.clock import SystemClock
 from vla_models.sampling import SamplingRule
@@ -95,12 +97,16 @@ class HttpRig:
 
 @contextmanager
 def http_rig(
-    folder: Path, environment: dict[str, str] | None = None, gateway: dict[str, Any] | None = None, **serving: Any
-) -> Iterator[HttpRig]:
+    folder: Path, environment: dict[str, str] | None = None, gateway: dict[str, Any] | None = None, structured: bool = False,
+    **serving: Any,
+) -> Iterator[HttpRig]:  # fmt: skip
     config, clock = replace(BASE, **serving), SystemClock()
     tokenizer = write_tokenizer(folder)
+    if structured:
+        environment = {**(environment or {}), "CHAIN_GRAMMARS": str(folder)}
     thread = ServingThread(config, clock, chain_specs(config, environment))
-    chat = Chat([ServedModel(MODEL, tokenizer, thread.service)], clock)
+    checker = GrammarChecker(folder, tokenizer.eos_token_ids, GrammarRules(cpu_s=5.0)) if structured else None
+    chat = Chat([ServedModel(MODEL, tokenizer, thread.service, grammars=checker)], clock)
     server = HttpServer(chat, replace(GATEWAY, **(gateway or {})), clock)
     thread.start()
     try:
@@ -113,6 +119,8 @@ def http_rig(
     finally:
         thread.stop()
         chat.close()
+        if checker is not None:
+            checker.close()
 
 
 def body(question: str = "hello", **fields: Any) -> dict[str, Any]:
