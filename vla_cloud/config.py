@@ -12,6 +12,7 @@ from vla_cloud.gateway.image_settings import ImageRules
 from vla_cloud.gateway.settings import GrammarRules, GrpcRules, check_listen
 from vla_common.link_security import RobotLink
 from vla_common.tls import ServerTls
+from vla_common.tracing import TracingConfig
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ class CloudConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
         """Refuse values that would serve nobody."""

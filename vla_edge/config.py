@@ -14,6 +14,7 @@ import yaml
 from vla_common.config import ConfigError, from_mapping, load_config
 from vla_common.joint_command import CommandOutput
 from vla_common.link_security import CloudLink
+from vla_common.tracing import TracingConfig
 from vla_edge.core.chunk import GateConfig
 from vla_edge.core.chunk_queue import ChunkQueue
 from vla_edge.core.ensembler import CAPACITY, RuleName, make_rule
@@ -178,6 +179,7 @@ class EdgeConfig:
     io: IoConfig = field(default_factory=IoConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     ros: RosConfig = field(default_factory=RosConfig)
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
         """Check what belongs together."""

@@ -22,6 +22,7 @@ from vla_common.config import ConfigError
 from vla_common.logging_setup import setup_logging
 from vla_common.manifest import ManifestError, load_manifest
 from vla_common.process import StopFlag, end_with_parent, spawn, stop_all, stop_on_signals
+from vla_common.span_queue import check_tracing
 from vla_common.topics import topic_spec
 from vla_common.zenoh_session import BusError
 from vla_edge.child import EXIT_PERMANENT, arguments
@@ -219,6 +220,7 @@ def check(config: EdgeConfig) -> JointLimits:
     make_queue(config, len(limits))
     check_robot_bus(config)
     check_cloud_link(config)
+    check_tracing(config.tracing)
     try:
         topic_spec("joint_command").topic(config.robot_id)
     except ValueError as error:

@@ -13,13 +13,16 @@ import numpy as np
 from vla_common.manifest import load_manifest
 from vla_common.messages import new
 from vla_common.metrics import Counters
+from vla_common.span_queue import tracing
 from vla_common.topics import topic_spec
+from vla_common.tracing import Tracer
 from vla_common.wire import WireError, decode, encode, make_header, normalise_instruction, stamp_ns
 from vla_common.zenoh_session import Bus, Received
 from vla_edge.child import Child, main_exit, run
 from vla_edge.cloud_link import open_cloud_link
 from vla_edge.core.arrival import Arrivals, JointReader, MonotonicStamps, ReceiveInstants
 from vla_edge.core.local_motion import is_home_phrase
+from vla_edge.core.tick_trace import IoTrace
 from vla_edge.images import Cameras
 from vla_edge.io_status import StatusOut
 from vla_edge.robot_bus import RobotBus, open_robot_bus
@@ -33,7 +36,8 @@ WATCH_PERIOD_NS: Final = 5 * NS
 class IoLoop:
     """One turn polls what arrived and publishes what is due. Single-threaded: nothing here is urgent by itself."""
 
-    def __init__(self, child: Child, cameras: list[str], bus: RobotBus, cloud: Bus) -> None:
+    def __init__(self, child: Child, cameras: list[str], bus: RobotBus, cloud: Bus,
+                 tracer: Tracer | None = None) -> None:
         """Subscribe and announce."""
         config = child.config
         robot = config.robot_id
@@ -56,7 +60,8 @@ class IoLoop:
         self.accepts_rearm = True
         self._rejects, self._rejects_told = Counters(), dict[str, int]()
         self._cameras = Cameras(config, bus, cameras, self._instant_ns, self._rejects, self._clock.monotonic_ns())
-        self.out = StatusOut(child, bus, self._rejects, self._resume())
+        self._trace = None if tracer is None else IoTrace(tracer, robot)
+        self.out = StatusOut(child, bus, self._rejects, self._resume(), self._trace)
         self._status_due_ns = self._ticks_due_ns = self._watch_due_ns = 0
 
     def _resume(self) -> int:
@@ -95,6 +100,7 @@ class IoLoop:
         self.out.cameras = self._cameras.state
         if images is not None:
             self._send_observation(images)
+        self.out.see_chunk()
         if now_ns >= self._ticks_due_ns:
             self._ticks_due_ns = now_ns + round(NS / self._config.ticks_hz)
             self.out.publish_ticks(now_ns)
@@ -226,6 +232,8 @@ class IoLoop:
             "Observation", header=make_header(stamp), session=self._session, sequence=self._observations,
             instruction=self._instruction, joint_names=self._names,
             joint_positions=np.array(self._joints["position"]), images=images)))
+        if self._trace is not None:
+            self._trace.observed(stamp, self._observations, self._clock.monotonic_ns())
         self._observations += 1
 
     def _log_rejects(self) -> None:
@@ -243,8 +251,9 @@ def body(child: Child) -> None:
     config = child.config
     cameras = [camera.name for camera in load_manifest(config.model, verify=False).cameras]
     with open_robot_bus(config, "vla_io", child.clock) as bus, \
-            open_cloud_link(config, "vla_io", watch=True) as cloud:
-        loop = IoLoop(child, cameras, bus, cloud)
+            open_cloud_link(config, "vla_io", watch=True) as cloud, \
+            tracing(config.tracing, "vla-io", config.robot_id, child.clock) as tracer:
+        loop = IoLoop(child, cameras, bus, cloud, tracer)
         period_ns = round(config.io.poll_s * NS)
         due_ns = child.clock.monotonic_ns()
         while not child.stop.is_set():

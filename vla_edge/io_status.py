@@ -25,6 +25,7 @@ from vla_edge.core.health import (
 )
 from vla_edge.core.records import Record
 from vla_edge.core.shield import Rearm, Reason, State
+from vla_edge.core.tick_trace import IoTrace
 from vla_edge.robot_bus import RobotBus
 
 LOG = logging.getLogger(__name__)
@@ -75,8 +76,10 @@ class StatusOut:
         cameras: set by the owner: name of what is wrong with the cameras, or empty.
     """
 
-    def __init__(self, child: Child, bus: RobotBus, rejects: Counters, cursor: int) -> None:
+    def __init__(self, child: Child, bus: RobotBus, rejects: Counters, cursor: int,
+                 trace: IoTrace | None = None) -> None:
         """``rejects`` counts ticks that were overwritten before they were published."""
+        self._trace, self._chunk_seen = trace, 0
         robot = child.config.robot_id
         self._memory, self._names, self._rejects = child.memory, list(child.limits.names), rejects
         self._status_out, self._ticks_out = bus.publisher("shield_status", robot), bus.publisher("motor_ticks", robot)
@@ -104,6 +107,12 @@ class StatusOut:
         if not why or (found is not None and int(found[1]["state"]) in (State.NOMINAL, State.COASTING)):
             self._why_stopped = why
 
+    def see_chunk(self) -> None:
+        """For traces: look at the newest chunk, more often than there is one."""
+        if self._trace is not None and (found := self._memory.read("chunk", self._chunk_seen)) is not None:
+            self._chunk_seen, record = found
+            self._trace.chunk(record)
+
     def publish_ticks(self, now_ns: int) -> None:
         """Every tick since the last call, each once."""
         self.cursor, records, lost = self._memory.ticks.drain(self.cursor, 1024)
@@ -116,6 +125,8 @@ class StatusOut:
             self._lateness_s.record(float(lateness_ns) / NS)
         if self.measured is not None:
             self.measured.publish(ticks)
+        if self._trace is not None:
+            self._trace.ticks(ticks)
         self._ticks_out.put(encode(new(
             "MotorTicks", header=make_header(now_ns), joints=len(self._names), tick=ticks["tick"],
             command=ticks["position"], **{name: ticks[name] for name in TICK_FIELDS})))

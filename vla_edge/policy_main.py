@@ -10,7 +10,9 @@ from typing import Any, Final
 from vla_common.manifest import Manifest, load_manifest
 from vla_common.messages import new
 from vla_common.metrics import Counters, Histogram, RateMeter
+from vla_common.span_queue import tracing
 from vla_common.tensors import tokens_of
+from vla_common.tracing import Tracer
 from vla_common.wire import WireError, decode, encode, make_header, stamp_ns
 from vla_common.zenoh_session import Bus
 from vla_edge.child import Child, main_exit, run
@@ -22,6 +24,7 @@ from vla_edge.core.health import SKILLS, ContextStreak
 from vla_edge.core.planner import MotorView, Planner, PlannerConfig
 from vla_edge.core.records import MAX_HORIZON, Record, fill_chunk
 from vla_edge.core.shield import State
+from vla_edge.core.tick_trace import PolicyTrace
 from vla_edge.engines import make_denoiser
 from vla_edge.robot_bus import RobotBus, open_robot_bus
 
@@ -55,10 +58,12 @@ def make_planner(child: Child, manifest: Manifest, denoiser: Denoiser, session: 
 class PolicyLoop:
     """One turn: what arrived, a chunk if it is time for one, heartbeat, status."""
 
-    def __init__(self, child: Child, planner: Planner, engine: str, bus: RobotBus, cloud: Bus) -> None:
+    def __init__(self, child: Child, planner: Planner, engine: str, bus: RobotBus, cloud: Bus,
+                 tracer: Tracer | None = None) -> None:
         """Subscribe and announce."""
         robot = child.config.robot_id
         self._child, self._planner, self._engine = child, planner, engine
+        self._trace = None if tracer is None else PolicyTrace(tracer, robot)
         self._memory, self._clock = child.memory, child.clock
         self._contexts = cloud.latest("context", robot)
         self._instructions = bus.latest("instruction", robot)
@@ -116,6 +121,9 @@ class PolicyLoop:
                 self._streak.refused(f"context_{error.cause}", now_ns)
                 continue
             reject = self._planner.offer(context, received.received_ns)
+            if self._trace is not None:
+                self._trace.received(context.stamp_ns, context.sequence, received.received_ns,
+                                     self._clock.monotonic_ns(), "" if reject is None else reject.value)
             if reject is None:
                 self._context_rate.record(now_ns)
                 self._streak.taken(context.stamp_ns)
@@ -139,7 +147,9 @@ class PolicyLoop:
 
     def _plan(self, motor: MotorView, now_ns: int) -> None:
         closure = self._closure if now_ns - self._closure_ns <= MEASUREMENT_MAX_AGE_NS else None
+        began_ns = now_ns if self._trace is None else self._clock.monotonic_ns()
         chunk = self._planner.plan(motor, closure, now_ns)
+        planned_ns = now_ns if self._trace is None else self._clock.monotonic_ns()
         self._planned_tick = motor.tick
         if chunk is None:
             if self._planner.why_not is not None:
@@ -153,6 +163,8 @@ class PolicyLoop:
         self._chunk_count += 1
         self._denoise_s.record((self._clock.monotonic_ns() - now_ns) / NS)
         self._chunks_out.put(encode(chunk_message(chunk, motor.stamp_ns)))
+        if self._trace is not None:
+            self._trace.chunk(chunk, began_ns, planned_ns, self._clock.monotonic_ns())
 
     def _beat(self, now_ns: int) -> None:
         beat = self._heartbeat
@@ -200,9 +212,10 @@ def body(child: Child) -> None:
     denoiser = make_denoiser(config.model, manifest, config.policy.engine, config.policy.fp16)
     planner = make_planner(child, manifest, denoiser, secrets.token_hex(8))
     with open_robot_bus(config, "vla_policy", child.clock) as bus, \
-            open_cloud_link(config, "vla_policy") as cloud:
+            open_cloud_link(config, "vla_policy") as cloud, \
+            tracing(config.tracing, "vla-policy", config.robot_id, child.clock) as tracer:
         LOG.info("model %s on %s", manifest.name, denoiser.engine)
-        loop = PolicyLoop(child, planner, denoiser.engine, bus, cloud)
+        loop = PolicyLoop(child, planner, denoiser.engine, bus, cloud, tracer)
         while not child.stop.is_set():
             child.clock.sleep_until_ns(loop.turn())
 

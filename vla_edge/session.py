@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from vla_common.clock import NS_PER_S, Clock, sleep_s
 from vla_common.manifest import load_manifest
 from vla_common.messages import new
 from vla_common.process import StopFlag
+from vla_common.span_queue import tracing
 from vla_common.wire import WireError, decode, encode
 from vla_edge.child import Child
 from vla_edge.cloud_link import open_cloud_link
@@ -60,6 +62,7 @@ class EdgeSession:
         self.memory = EdgeMemory.create(config.robot_id, len(limits))
         self._flag = StopFlag()
         self._buses: list[Any] = []
+        self._exits = ExitStack()
         self._supervisor = Supervisor(config, self.memory, clock, has_io=False)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="vla-io")
         self._io_failed = self._is_running = False
@@ -68,7 +71,8 @@ class EdgeSession:
             self._buses.append(bus)
             cloud = open_cloud_link(config, "vla_io", watch=True)
             self._buses.append(cloud)
-            self._io = IoLoop(Child(config, self.memory, limits, clock, self._flag), cameras, bus, cloud)
+            tracer = self._exits.enter_context(tracing(config.tracing, "vla-io", config.robot_id, clock))
+            self._io = IoLoop(Child(config, self.memory, limits, clock, self._flag), cameras, bus, cloud, tracer)
             self._io.accepts_rearm = False
             self._instruction_out = bus.publisher("instruction", config.robot_id)
             self._judge_in = bus.latest("task_status", config.robot_id)
@@ -239,6 +243,7 @@ class EdgeSession:
         self._flag.set()
         while self._buses:
             self._buses.pop().close()
+        self._exits.close()
         self.memory.file.unlink()
         if not self._thread.is_alive():
             self.memory.close()

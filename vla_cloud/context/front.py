@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ from vla_common.clock import Clock
 from vla_common.manifest import Manifest
 from vla_common.topics import robot_of, topic_spec
 from vla_common.zenoh_session import BusError, Received
+
+if TYPE_CHECKING:
+    from vla_cloud.context.context_trace import ContextTrace
 
 LOG = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class ContextFront:
         self._clock, self._config = clock, config
         self._deadline_ns = round(config.deadline_s * NS_PER_S)
         self._logged: set[tuple[str, str]] = set()
+        self.trace: ContextTrace | None = None
         self.statistics = ServingStatistics(clock.monotonic_ns())
 
     def receive(self, sample: Received) -> RobotRequest[Any] | None:

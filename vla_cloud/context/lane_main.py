@@ -15,6 +15,7 @@ import torch
 from vla_cloud.context.lane import RobotLane
 from vla_cloud.context.lane_settings import LaneSettings
 from vla_cloud.context.runner import ContextRunner
+from vla_cloud.context.traced_lane import TracedLane
 from vla_cloud.pools.link import LinkClosed
 from vla_cloud.pools.supervisor import EXIT_PERMANENT
 from vla_cloud.pools.worker_process import connect, serve
@@ -22,6 +23,7 @@ from vla_common.clock import SystemClock
 from vla_common.config import ConfigError, from_mapping
 from vla_common.logging_setup import setup_logging
 from vla_common.process import StopFlag, end_with_parent, stop_on_signals
+from vla_common.span_queue import tracing
 from vla_models.model_folder import load_vlm
 
 LOG = logging.getLogger(__name__)
@@ -59,12 +61,14 @@ def _run(address: str, worker: str, settings: LaneSettings, stop: StopFlag) -> N
     )  # fmt: skip
     for batch_size in {1, settings.max_batch}:
         runner.warm_up(batch_size)
-    lane = RobotLane(runner, manifest, SystemClock())
+    clock = SystemClock()
+    lane = RobotLane(runner, manifest, clock)
     gc.collect()
     gc.freeze()  # the model's objects stay: the collector need not walk them
     link = connect(address, worker)
     try:
-        serve(link, lane, stop)
+        with tracing(settings.tracing, "vla-lane", worker, clock) as tracer:
+            serve(link, lane if tracer is None else TracedLane(lane, tracer, clock), stop)
     finally:
         link.close()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from vla_cloud.config import CloudConfig
 from vla_cloud.pools.worker_child import WorkerSpec
+from vla_common.tracing import TracingConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class LaneSettings:
     max_image_bytes: int
     prefix_cache_tokens: int
     image_cache: int
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 def lane_specs(config: CloudConfig, module: str = "vla_cloud.context.lane_main") -> list[WorkerSpec]:
@@ -27,7 +29,7 @@ def lane_specs(config: CloudConfig, module: str = "vla_cloud.context.lane_main")
     context = config.context
     settings = LaneSettings(
         str(config.model), config.threads, context.max_batch, context.max_image_bytes, context.prefix_cache_tokens,
-        context.image_cache,
+        context.image_cache, config.tracing,
     )  # fmt: skip
     text = json.dumps(asdict(settings))
 

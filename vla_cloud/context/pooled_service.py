@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from vla_cloud.config import ContextConfig
 from vla_cloud.context.checks import CheckedObservation, ObservationChecks
+from vla_cloud.context.context_trace import ContextTrace
 from vla_cloud.context.front import ContextFront, Publish, make_pacer
 from vla_cloud.core.context_dispatch import ContextDispatch, DispatchConfig, Flight
 from vla_cloud.core.request import RobotRequest
@@ -50,11 +51,15 @@ class _Payload:
 class PooledContextService:
     """Serves robots with the lanes it is told of (it is their WorkersListener)."""
 
-    def __init__(self, manifest: Manifest, publish: Publish, clock: Clock, config: ContextConfig) -> None:
+    def __init__(
+        self, manifest: Manifest, publish: Publish, clock: Clock, config: ContextConfig,
+        trace: ContextTrace | None = None,
+    ) -> None:  # fmt: skip
         """No lanes yet: see :meth:`attach`. ``publish`` is called in the event loop."""
         lanes = config.lanes
         self._manifest, self._clock, self._config = manifest, clock, config
         self._front = ContextFront(manifest, publish, clock, config)
+        self._front.trace = self._trace = trace
         self._checks = ObservationChecks(manifest, config.max_image_bytes)
         self._pacer = make_pacer(config)
         limits = DispatchConfig(
@@ -137,25 +142,32 @@ class PooledContextService:
     def _send(self, flight: Flight[_Payload]) -> None:
         checked = [request.payload.checked for request in flight.requests]
         rows = [wire.ContextRow(pack_tokens(one.ids), one.jpeg) for one in checked]
-        if self._workers is None or not self._workers.send(flight.lane, wire.ContextBatch(flight.number, rows)):
+        traces = [] if self._trace is None else self._trace.ids_of(flight.requests)
+        if self._workers is None or not self._workers.send(flight.lane, wire.ContextBatch(flight.number, rows, traces)):
             self.dispatch.lane_lost(flight.lane)  # the listener is told of its end too
 
     def _landed(self, lane: str, message: wire.Contexts) -> None:
-        flight = self.dispatch.landed(lane, message.number, self._clock.monotonic_ns())
+        landed_ns = self._clock.monotonic_ns()
+        flight = self.dispatch.landed(lane, message.number, landed_ns)
         if flight is None:
             return
         self.statistics.batches += 1
         rows = message.rows if len(message.rows) == len(flight.turns) else [_WRONG] * len(flight.turns)
         for i, (request, row) in enumerate(zip(flight.requests, rows, strict=True)):
-            tokens = self._tokens(row)
+            tokens, error = self._tokens(row), ""
             if tokens is None:
                 self.dispatch.refused(flight, i)
-                self._front.refuse(request.robot, row.cause or _WRONG.cause, row.message or _WRONG.message)
+                error = row.cause or _WRONG.cause
+                self._front.refuse(request.robot, error, row.message or _WRONG.message)
             elif self.dispatch.accept(flight, i, self._clock.monotonic_ns()):
                 self.statistics.text_tokens += len(request.payload.checked.ids)
                 self.statistics.text_tokens_reused += row.prefix_tokens_reused
                 self.statistics.images_reused += row.image_cached
                 self._front.answer(request, tokens, row.prefix_tokens_reused)
+            else:
+                error = "too late, or answered by another lane"
+            if self._trace is not None:
+                self._trace.answered(request, flight.sent_ns, landed_ns, error, flight.number, lane=lane)
 
     def _tokens(self, row: wire.ContextAnswer) -> npt.NDArray[np.float32] | None:
         """f32[K, D], or None for a refusal or another shape."""

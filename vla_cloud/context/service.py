@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 from vla_cloud.config import ContextConfig
+from vla_cloud.context.context_trace import ContextTrace
 from vla_cloud.context.front import OBSERVATION, ContextFront, Publish, make_pacer
 from vla_cloud.context.runner import ContextRunner, PreparedObservation
 from vla_cloud.core.request import RobotRequest
@@ -35,11 +36,13 @@ class ContextService:
     """Serves robots until told to stop."""
 
     def __init__(
-        self, runner: ContextRunner, manifest: Manifest, publish: Publish, clock: Clock, config: ContextConfig
-    ) -> None:
+        self, runner: ContextRunner, manifest: Manifest, publish: Publish, clock: Clock, config: ContextConfig,
+        trace: ContextTrace | None = None,
+    ) -> None:  # fmt: skip
         """``publish`` is called by the worker only."""
         self._runner, self._clock, self._config = runner, clock, config
         self._front = ContextFront(manifest, publish, clock, config)
+        self._front.trace = trace
         self._pacer = make_pacer(config)
         self._offered = threading.Condition()  # guards the pacer
         self.statistics = self._front.statistics
@@ -80,7 +83,8 @@ class ContextService:
     def step(self) -> int:
         """Serves one batch of what is due now; gives the number of requests taken."""
         with self._offered:
-            requests = self._pacer.take(self._clock.monotonic_ns(), self._config.max_batch)
+            taken_ns = self._clock.monotonic_ns()
+            requests = self._pacer.take(taken_ns, self._config.max_batch)
         accepted, prepared = self._prepare(requests)
         if not accepted:
             return len(requests)
@@ -90,9 +94,15 @@ class ContextService:
             self._front.refuse("*", "internal_error", f"{type(error).__name__}: {error}", with_traceback=True)
             return len(requests)
         self.statistics.batches += 1
+        computed_ns = self._clock.monotonic_ns()
         for request, result in zip(accepted, results, strict=True):
             self.statistics.images_reused += result.image_cached
             self._front.answer(request, result.tokens, result.prefix_tokens_reused)
+            if self._front.trace is not None:
+                self._front.trace.answered(
+                    request, taken_ns, computed_ns, batch=len(accepted), image_cached=result.image_cached,
+                    prefix_tokens_reused=result.prefix_tokens_reused,
+                )  # fmt: skip
         return len(requests)
 
     def report(self) -> str:

@@ -9,6 +9,10 @@ import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vla_cloud.core.request_trace import RequestTrace
 
 from vla_cloud.core.grammar_spec import KINDS, MAX_GRAMMAR_BYTES, Grammar
 
@@ -144,6 +148,7 @@ class GenerateRequest:
     session: str = ""
     answered: int = 0
     grammar: Grammar | None = None
+    trace: RequestTrace | None = field(default=None, compare=False, repr=False)
 
 
 def seed_of(request: GenerateRequest) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vla_cloud.core.block_pool import BlockPool
@@ -101,6 +102,8 @@ class WorkerEngine:
         self._drained = False
         self.failure: str | None = None
         """Why the engine has ended; None while it works."""
+        self.on_step: Callable[[StepPlan, int, int], None] | None = None
+        """Told of each forward pass: its plan, begin and end, ns. Must not raise."""
 
     # -- the surface -----------------------------------------------------------------------------------------------
 
@@ -246,7 +249,10 @@ class WorkerEngine:
             return
         side = self.prefill_side
         wanted = side is not None and side.begin_step(plan.prefill)
+        began_ns = 0 if self.on_step is None else self.now_ns()
         outcome = self._steps.run(plan, side.on_layer if side is not None and wanted else None)
+        if self.on_step is not None:
+            self.on_step(plan, began_ns, self.now_ns())
         pushed_early = side.end_step() if side is not None else []
         if outcome.broken is not None:
             self._discard(plan, outcome.broken)

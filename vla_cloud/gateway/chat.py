@@ -30,6 +30,7 @@ from vla_cloud.core.tool_prompt import Turn, render
 from vla_cloud.core.ttft_predictor import TtftPredictor
 from vla_cloud.gateway.answer_text import AnswerText
 from vla_cloud.gateway.answer_tools import with_tool_calls
+from vla_cloud.gateway.chat_trace import ChatTracing, observed
 from vla_cloud.gateway.chat_types import (
     AnswerEvent,
     ChatLimits,
@@ -45,6 +46,7 @@ from vla_cloud.gateway.served_model import ServedModel as ServedModel
 from vla_cloud.gateway.served_model import Service as Service
 from vla_cloud.pools.events import Finished, TokenEvent
 from vla_common.clock import NS_PER_S, Clock
+from vla_common.tracing import Tracer
 
 _TOKENISER_THREADS = 2
 _CLIENTS_CHOICE = ("CANCELLED", "DEADLINE_EXCEEDED")  # a client that ends a request so pays for its prompt
@@ -67,7 +69,7 @@ class Chat:
 
     def __init__(
         self, models: Sequence[ServedModel], clock: Clock, limits: ChatLimits | None = None,
-        clients: Clients | None = None,
+        clients: Clients | None = None, tracer: Tracer | None = None,
     ) -> None:  # fmt: skip
         """The first model is meant by requests that name none; ``clients`` None: no keys are asked for.
 
@@ -77,6 +79,7 @@ class Chat:
         if not models or len(self._models) != len(models):
             raise ValueError(f"models need unique names, and at least one: got {[model.name for model in models]}")
         self._clock = clock
+        self.tracing = None if tracer is None else ChatTracing(tracer, clock)
         self.limits = limits if limits is not None else ChatLimits()
         self.clients = clients if clients is not None else Clients(clock)
         self._running: dict[str, _Running] = {}  # by Client.scoped(request id)
@@ -114,12 +117,12 @@ class Chat:
             RequestError: refused, or failed; ``code`` is a gRPC status name, ``retry_after_s`` (if it is set and above
                 0) says when to try again. Text given before remains right.
         """
-        answer = self._stream(request)
+        answer = self._answer(request)
         if request.grammar is not None and request.grammar.kind == "tool_call":
-            return with_tool_calls(answer)
-        return answer
+            answer = with_tool_calls(answer)
+        return answer if request.trace is None else observed(request.trace, answer, self._clock)
 
-    async def _stream(self, request: ChatRequest) -> AsyncGenerator[AnswerEvent, None]:
+    async def _answer(self, request: ChatRequest) -> AsyncGenerator[AnswerEvent, None]:
         running = self._begin(request)
         model, request_id = running.model, running.request_id
         predictor = self._predictors[model.name]
@@ -127,7 +130,10 @@ class Chat:
         try:
             self._check_open(model, request, 0)
             await self._check_grammar(model, request)
+            began_ns = 0 if request.trace is None else self._clock.monotonic_ns()
             prompt, images = await self._prompt(model, request)
+            if request.trace is not None:
+                request.trace.child("tokenise", began_ns, self._clock.monotonic_ns(), tokens=len(prompt))
             if running.aborted:
                 raise RequestAborted("the request was aborted")
             self._check_open(model, request, len(prompt))
@@ -282,7 +288,7 @@ class Chat:
         client = running.client
         return GenerateRequest(
             running.request_id, tuple(prompt), sampling, client.priority(request.priority), images, client.salt,
-            request.deadline_ns, session=request.session, grammar=request.grammar,
+            request.deadline_ns, session=request.session, grammar=request.grammar, trace=request.trace,
         )  # fmt: skip
 
 

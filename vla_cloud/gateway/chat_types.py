@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from vla_cloud.core.client import Client
 from vla_cloud.core.generate import MAX_LOGPROBS, InvalidRequest, Priority, RequestError
 from vla_cloud.core.grammar import Tool
 from vla_cloud.core.grammar_spec import Grammar
+from vla_cloud.core.request_trace import RequestTrace
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_STOPS = 4
@@ -87,6 +88,7 @@ class ChatRequest:
         client: who asks, found by the door; None where it does not ask for keys.
         grammar: what the answer must look like. With one of tools the answer has ToolCallDeltas.
         tools: what the model is told that it may call.
+        trace: None unless this request is traced.
     """
 
     request_id: str
@@ -106,6 +108,7 @@ class ChatRequest:
     client: Client | None = None
     grammar: Grammar | None = None
     tools: tuple[Tool, ...] = ()
+    trace: RequestTrace | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from vla_cloud.gateway.clients import open_clients
 from vla_cloud.gateway.grammar_checker import GrammarChecker
 from vla_cloud.gateway.settings import GatewayError
 from vla_common.clock import Clock
+from vla_common.tracing import Tracer
 
 
 class Door(Protocol):
@@ -30,7 +31,9 @@ class Door(Protocol):
 class Doors:
     """The chat layer and its servers. Use it in one event loop."""
 
-    def __init__(self, config: CloudConfig, tokenizer: Tokenizer, service: Service, clock: Clock) -> None:
+    def __init__(
+        self, config: CloudConfig, tokenizer: Tokenizer, service: Service, clock: Clock, tracer: Tracer | None = None
+    ) -> None:  # fmt: skip
         """Nothing listens yet.
 
         Raises:
@@ -43,7 +46,8 @@ class Doors:
         self._checker = (
             None if folder is None else GrammarChecker(folder, tokenizer.eos_token_ids, gateway.grammar)
         )
-        self.chat = Chat([ServedModel(name, tokenizer, service, grammars=self._checker)], clock, clients=clients)
+        served = ServedModel(name, tokenizer, service, grammars=self._checker)
+        self.chat = Chat([served], clock, clients=clients, tracer=tracer)
         self._drain_s = gateway.drain_s
         self._doors: list[Door] = []
         try:

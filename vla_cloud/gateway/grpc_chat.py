@@ -97,7 +97,11 @@ class ChatServicer:
             raise InvalidRequest("the message is not a vla.v1.GenerateRequest")
         left_s = context.time_remaining()
         deadline_ns = None if left_s is None else self._clock.monotonic_ns() + round(left_s * NS_PER_S)
-        return chat_request(request, deadline_ns, client)
+        asked = chat_request(request, deadline_ns, client)
+        if self._chat.tracing is None:
+            return asked
+        callers = [str(value) for key, value in context.invocation_metadata() or () if key == "traceparent"]
+        return self._chat.tracing.begin(asked, "grpc", callers)
 
 
 class _SlowReader:

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -41,12 +42,17 @@ class ChatEndpoint:
         exchange = Exchange(scope, receive, send, self._rules)
         given = exchange.headers.get(b"idempotency-key") or exchange.headers.get(b"x-request-id")
         request_id = given.decode("latin-1") if given else f"chatcmpl-{uuid.uuid4().hex}"
+        tracing = self._chat.tracing
+        began_ns = 0 if tracing is None else self._clock.monotonic_ns()
         try:
             try:
                 question = await self._question(exchange, request_id, scope.get(CLIENT))
             except HttpError as error:
                 self._metrics.ended(DOOR, "refused", error.code)
                 raise
+            if tracing is not None:
+                callers = [value.decode("latin-1") for name, value in scope["headers"] if name == b"traceparent"]
+                question = replace(question, request=tracing.begin(question.request, DOOR, callers, began_ns))
             await exchange.while_connected(self._answer(exchange, question))
         except ClientGone as gone:
             LOG.debug("request %s: %s", request_id, gone)

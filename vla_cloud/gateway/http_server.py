@@ -68,6 +68,9 @@ class HttpServer:
         except OSError as error:
             told = f"gateway.http_listen {self.url}: {error}; choose another port, or end what has it"
             raise GatewayError(told) from error
+        # Connections inherit it. asyncio sets it only where a socket's protocol number is that of TCP, and an accepted
+        # one has its listener's, here 0: each small piece of an answer would wait for a delayed ACK (40 ms).
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.address = listener.getsockname()[:2]
         app = HttpApp(self._chat, self.metrics, self._exchange_rules, self._clock, only_loopback=self._is_loopback)
         self._server = _Server(

@@ -30,6 +30,7 @@ class LiveRequest:
     ) -> None:
         """``max_new_tokens``: what the request asks for, cut to what the model can give."""
         self.request = request
+        self.trace = request.trace
         self.wire_id = f"{request.request_id[:96]}~{number}"
         stops = request.sampling.stop_token_ids
         self.life = RequestLife(len(request.tokens), max_new_tokens, stops, deadline_ns, config)
@@ -63,7 +64,7 @@ class LiveRequest:
         request, streamed = self.request, len(self.life.outputs)
         return Work(
             self.prompt_now(), sampling, left_s, streamed, request.priority, request.salt, list(request.images),
-            request.grammar,
+            request.grammar, b"" if self.trace is None else self.trace.trace,
         )  # fmt: skip
 
     def add(self, row: TokenRow) -> None:

@@ -76,6 +76,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
 Blocks = Annotated[list[Count], Meta(max_length=MAX_TOKENS)]
 Hash = Annotated[bytes, Meta(max_length=64)]
+TraceId = Annotated[bytes, Meta(max_length=16)]
 
 
 class Message(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True):
@@ -97,6 +98,7 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
         time_left_s: until the request's deadline.
         salt: of the tenant; part of every prefix key.
         grammar: what the streamed tokens and the further ones must look like together.
+        trace: id of the request's trace; empty: it is not traced.
     """
 
     prompt: TokenBytes
@@ -107,6 +109,7 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     salt: Hash = b""
     images: Annotated[list[ImageSpan], Meta(max_length=1024)] = field(default_factory=list)
     grammar: Grammar | None = None
+    trace: TraceId = b""
 
 
 class Destination(Struct, frozen=True, forbid_unknown_fields=True):
@@ -238,10 +241,14 @@ class ContextRow(Row, frozen=True):
 
 
 class ContextBatch(Message, frozen=True, tag="context_batch"):
-    """To a robot lane: compute context tokens. ``number`` is repeated in the answer."""
+    """To a robot lane: compute context tokens. ``number`` is repeated in the answer.
+
+    ``traces``: of each row that is traced its trace's id, empty for the others; no list at all if none is.
+    """
 
     number: Count
     rows: Annotated[list[ContextRow], Meta(min_length=1, max_length=MAX_BATCH)]
+    traces: Annotated[list[TraceId], Meta(max_length=MAX_BATCH)] = field(default_factory=list)
 
 
 # worker -> gateway

@@ -139,6 +139,8 @@ class ServingService:
             request, self._number, max_new_tokens, self._deadline(request), self._life_config
         )
         self._by_id[request.request_id] = self._by_wire_id[live.wire_id] = live
+        if live.trace is not None:
+            live.trace.queued(self._clock.monotonic_ns())
         self._idle.clear()
         self._set_timer(live)
         self._begin_waiting()
@@ -163,7 +165,12 @@ class ServingService:
         pending: deque[life.Event] = deque([event])
         was_ended = live.life.is_ended
         while pending:
-            for action in live.life.handle(pending.popleft(), self._clock.monotonic_ns()):
+            event = pending.popleft()
+            now_ns = self._clock.monotonic_ns()
+            actions = live.life.handle(event, now_ns)
+            if live.trace is not None:
+                live.trace.saw(event, actions, now_ns)
+            for action in actions:
                 answer = self._do(live, action)
                 if answer is not None:
                     pending.append(answer)

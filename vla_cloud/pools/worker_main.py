@@ -18,6 +18,7 @@ from vla_cloud.core.step_plan import Role, SchedulerConfig
 from vla_cloud.engine.calibrate import with_host_swap
 from vla_cloud.engine.grammars import GrammarBackend
 from vla_cloud.engine.runner import ModelRunner
+from vla_cloud.engine.traced_engine import TracedEngine
 from vla_cloud.engine.worker_engine import EngineConfig, WorkerEngine
 from vla_cloud.kv_transfer.connector import KvReceiver, KvSender
 from vla_cloud.kv_transfer.layout import KvLayout
@@ -30,6 +31,7 @@ from vla_common.clock import Clock, SystemClock
 from vla_common.config import ConfigError, from_mapping
 from vla_common.logging_setup import setup_logging
 from vla_common.process import StopFlag, end_with_parent, lower_priority, stop_on_signals
+from vla_common.span_queue import tracing
 
 LOG = logging.getLogger(__name__)
 
@@ -81,13 +83,15 @@ def main(argv: Sequence[str] | None = None, load: Load | None = None) -> int:
 
 def _run(address: str, worker: str, settings: WorkerSettings, load: Load, stop: StopFlag) -> None:
     loaded = load(settings, lambda layout: KvMemory(layout, settings.blocks))
-    engine = build_engine(loaded, settings, SystemClock())
+    clock = SystemClock()
+    engine = build_engine(loaded, settings, clock)
     gc.collect()
     gc.freeze()  # the model's objects stay: the collector need not walk them
     try:
         link = connect(address, worker)
         try:
-            serve(link, engine, stop)
+            with tracing(settings.tracing, "vla-worker", worker, clock) as tracer:
+                serve(link, engine if tracer is None else TracedEngine(engine, tracer, clock), stop)
         finally:
             link.close()
     finally:

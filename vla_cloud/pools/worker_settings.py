@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from vla_cloud.config import ServingConfig
 from vla_cloud.pools.worker_child import WorkerSpec
+from vla_common.tracing import TracingConfig
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,19 @@ class WorkerSettings:
     threads: int
     nice: int = 0
     host_swap_blocks: int = 0
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
-def worker_specs(config: ServingConfig, module: str = "vla_cloud.pools.worker_main") -> list[WorkerSpec]:
+def worker_specs(
+    config: ServingConfig, module: str = "vla_cloud.pools.worker_main", tracing: TracingConfig | None = None
+) -> list[WorkerSpec]:  # fmt: skip
     """The workers of a configuration; ``module`` is their program."""
 
     def spec(name: str, role: str) -> WorkerSpec:
         settings = WorkerSettings(
             role, config.model, config.context_tokens, config.transfer, config.blocks, config.chunk_tokens,
             config.max_running, config.max_waiting, config.threads, config.nice,
-            host_swap_blocks=config.host_swap_blocks,
+            host_swap_blocks=config.host_swap_blocks, tracing=tracing or TracingConfig(),
         )  # fmt: skip
         text = json.dumps(asdict(settings))
 

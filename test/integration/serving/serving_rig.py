@@ -21,6 +21,7 @@ from vla_cloud.pools.supervisor import Supervisor
 from vla_cloud.pools.worker_child import WorkerSpec
 from vla_cloud.pools.worker_settings import worker_specs
 from vla_common.clock import SystemClock
+from vla_common.tracing import TracingConfig
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -90,7 +91,8 @@ class Rig:
 
 
 def chain_specs(
-    config: ServingConfig, environment: dict[str, str] | None = None, per_worker: dict[str, dict[str, str]] | None = None
+    config: ServingConfig, environment: dict[str, str] | None = None, per_worker: dict[str, dict[str, str]] | None = None,
+    tracing: TracingConfig | None = None,
 ) -> list[WorkerSpec]:
     """The workers of a configuration over the hash-chain runner."""
     return [
@@ -101,7 +103,7 @@ def chain_specs(
                 **(per_worker or {}).get(spec.name, {}),
             },
         )
-        for spec in worker_specs(config)
+        for spec in worker_specs(config, tracing=tracing)
     ]  # fmt: skip
 
 
