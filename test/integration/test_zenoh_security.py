@@ -328,7 +328,7 @@ def test_the_cloud_hosts_what_its_settings_say(keys, port, tmp_path, monkeypatch
     seen = {}
 
     @contextmanager
-    def no_model(config, publish, stop):
+    def no_model(config, publish, stop, tracer):
         yield None, None
 
     def serve(config, service, manifest, bus, stop):
