@@ -43,6 +43,7 @@ COMMANDS: Final[dict[str, Command]] = {
         Command("chat", "talk to a chat server in the terminal", "vla_cli.chat_main", "gateway"),
         Command("keys", "make and list certificates and passwords for encrypted links", "vla_cli.keys_main", "keys"),
         Command("api-keys", "make, list and revoke keys of chat clients", "vla_cli.api_keys_main", ""),
+        Command("top", "show robots, workers and latencies of a running cloud, live", "vla_cli.top_main", "gateway"),
         Command("edge", "drive a robot: motor clock, policy, input and output", "vla_edge.edge_main", "edge"),
         Command("sim", "simulate the robot and its tasks in real time", "vla_sim.sim_main", "sim"),
         Command("train", "make demonstrations and train a policy from them", "vla_cli.train_main", "sim,train"),

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from vla_cloud.config import CloudConfig
 from vla_cloud.context.context_trace import ContextTrace
 from vla_cloud.context.front import Publish
+from vla_cloud.context.shield_reports import ShieldReports
 from vla_cloud.link_security import link_settings, warn_of_open_doors
 from vla_cloud.pools.serving_thread import PoolThread, ServingError, ServingThread, StartInterrupted
 from vla_cloud.pools.worker_settings import worker_specs
 from vla_common.clock import SystemClock
 from vla_common.config import ConfigError, load_config
-from vla_common.logging_setup import setup_logging
+from vla_common.logging_setup import add_log_argument, setup_logging
 from vla_common.manifest import Manifest, ManifestError, load_manifest
 from vla_common.process import StopFlag, end_with_parent, stop_on_signals
 from vla_common.span_queue import tracing
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="listen without encryption on an address that other machines reach (--allow-non-loopback is its old name)",
     )  # fmt: skip
+    add_log_argument(result)
     return result
 
 
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with (
             tracing(config.tracing, "vla-gateway", config.listen.rpartition(":")[2], SystemClock()) as tracer,
             context_service(config, outlet.publish, stop, tracer) as (service, manifest),
-            chat_pools(config, stop, tracer),
+            chat_pools(config, stop, tracer, service.status),
             open_bus(
                 config.listen, "router", node="vla_cloud", domain=config.domain, allow_remote=config.may_be_insecure,
                 settings=link,
@@ -122,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def chat_pools(
-    config: CloudConfig, stop: StopFlag | None = None, tracer: Tracer | None = None
+    config: CloudConfig, stop: StopFlag | None = None, tracer: Tracer | None = None,
+    robots: Callable[[], Mapping[str, Any]] | None = None,
 ) -> Iterator[ServingThread | None]:  # fmt: skip
     """The worker processes of ``serving.model`` and the doors to them while the body runs; None without a model.
 
@@ -130,10 +133,11 @@ def chat_pools(
         ServingError: they do not start. ValueError: a door cannot be opened.
     """
     if not config.serving.model:
-        yield None
+        with _status_page(config, robots):
+            yield None
         return
     pools = ServingThread(config.serving, SystemClock(), worker_specs(config.serving, tracing=config.tracing))
-    doors = _doors(config, pools.service, tracer)
+    doors = _doors(config, pools.service, tracer, robots)
     pools.start(stop)
     try:
         if doors is not None:
@@ -145,16 +149,34 @@ def chat_pools(
         pools.stop()
 
 
-def _doors(config: CloudConfig, service: ServingService, tracer: Tracer | None = None) -> Doors | None:
+@contextmanager
+def _status_page(config: CloudConfig, robots: Callable[[], Mapping[str, Any]] | None) -> Iterator[None]:
+    """The state of a cloud without chat, if somebody wants to see it."""
+    if not config.status_listen or robots is None:
+        yield
+        return
+    try:
+        from vla_cloud.gateway.status_server import status_page
+    except ModuleNotFoundError as error:
+        told = f"status_listen: {error.name} is not installed: pip install 'vla-runtime[gateway]'"
+        raise ConfigError(told) from error
+    with status_page(config, SystemClock(), robots):
+        yield
+
+
+def _doors(
+    config: CloudConfig, service: ServingService, tracer: Tracer | None = None,
+    robots: Callable[[], Mapping[str, Any]] | None = None,
+) -> Doors | None:  # fmt: skip
     """What is wrong with them is found before the workers load their model."""
-    if not config.gateway.is_open:
+    if not config.gateway.is_open and not config.status_listen:
         return None
     from vla_cloud.engine.tokenizer import ChatTokenizer
     from vla_cloud.gateway.doors import Doors
     from vla_models.chat_model import chat_model_folder
 
     tokenizer = ChatTokenizer(chat_model_folder(config.serving.model))
-    return Doors(config, tokenizer, service, SystemClock(), tracer)
+    return Doors(config, tokenizer, service, SystemClock(), tracer, robots)
 
 
 Serving = tuple["ContextService | PooledContextService", Manifest]
@@ -208,6 +230,7 @@ def serve(
     config: CloudConfig, service: ContextService | PooledContextService, manifest: Manifest, bus: Bus, stop: StopFlag
 ) -> None:
     """Prints READY, and serves robots until ``stop``."""
+    bus.listen("shield_report", ANY_ROBOT, ShieldReports(service.board).receive, capacity=64)
     source = bus.queue("observation", ANY_ROBOT, capacity=config.context.receive_queue)
     # What was imported and loaded stays: the collector need not walk it, now and above all at exit (0.4 s with torch).
     gc.freeze()

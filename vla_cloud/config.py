@@ -184,6 +184,7 @@ class GatewayConfig:
     images: ImageRules = field(default_factory=ImageRules)
     drain_s: float = 5.0
     grammar: GrammarRules = field(default_factory=GrammarRules)
+    access_log: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that would serve nobody."""
@@ -219,6 +220,7 @@ class CloudConfig:
     model: Path = Path("models/tabletop")
     threads: int = 1
     log_period_s: float = 5.0
+    status_listen: str = ""
     context: ContextConfig = field(default_factory=ContextConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)

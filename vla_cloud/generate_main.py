@@ -18,7 +18,7 @@ from vla_cloud.pools.events import Finished, TokenEvent
 from vla_cloud.pools.serving_thread import ServingError, ServingThread
 from vla_common.clock import NS_PER_S, Clock, SystemClock
 from vla_common.config import ConfigError, load_config
-from vla_common.logging_setup import setup_logging
+from vla_common.logging_setup import add_log_argument, setup_logging
 from vla_common.process import end_with_parent
 from vla_models.chat_model import chat_model_folder
 
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repetition-penalty", type=float, default=1.0)
     result.add_argument("--seed", type=int, help="same seed, same answer")
     result.add_argument("--plain", action="store_true", help="prompts as they are, without the model's chat template")
+    add_log_argument(result)
     return result
 
 

@@ -79,6 +79,7 @@ TOPICS: Final[dict[str, TopicSpec]] = {
     for spec in (
         TopicSpec("observation", "/vla/{robot}/observation", _vla("Observation"), "cloud", 10, 0.5),
         TopicSpec("context", "/vla/{robot}/context", _vla("ContextTokens"), "cloud", 10, 1.0, "data_high"),
+        TopicSpec("shield_report", "/vla/{robot}/shield_report", _vla("ShieldStatus"), "cloud", 1, 5.0, "data_low"),
         TopicSpec("joint_states", "/{robot}/joint_states", _JOINT_STATE, "bus", 100, 0.1, "interactive_high"),
         TopicSpec(
             "image",

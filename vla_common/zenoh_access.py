@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from vla_common.topics import ANY_ROBOT, topic_spec
 
-_WRITES: Final = ("observation",)
+_WRITES: Final = ("observation", "shield_report")
 _READS: Final = ("observation", "context")
 """Its own observations too, for a recorder on the robot."""
 _TOKEN: Final = "@ros2_lv/*/*/*/*"
 """Domain, session, node and entity number; then kind, enclave, namespace, node name."""
-_HEARS: Final = "the cloud hears observations"
+_HEARS: Final = "the cloud hears robots"
 
 Rule = dict[str, Any]
 
@@ -35,7 +35,7 @@ def access_control(robots: Iterable[str]) -> dict[str, Any]:
     if ANY_ROBOT in names:
         raise ValueError(f"{ANY_ROBOT!r} is not the id of a robot: it would match all of them")
     # Without it, the robots' sessions would not learn that somebody listens, and would send nothing.
-    hears = _rule(_HEARS, ["egress"], ["declare_subscriber"], [_key("observation", ANY_ROBOT)])
+    hears = _rule(_HEARS, ["egress"], ["declare_subscriber"], [_key(name, ANY_ROBOT) for name in _WRITES])
     return {
         "enabled": True,
         "default_permission": "deny",
@@ -85,5 +85,5 @@ def _key(topic: str, robot: str) -> str:
 
 def _tokens(robot: str) -> list[str]:
     """Presence tokens of nodes named after the robot, and of publishers and subscriptions of its topics."""
-    mangled = [topic_spec(topic).topic(robot).replace("/", "%") for topic in _READS]
+    mangled = [topic_spec(topic).topic(robot).replace("/", "%") for topic in (*_READS, "shield_report")]
     return [f"{_TOKEN}/NN/*/*/vla_$*_{robot}", *(f"{_TOKEN}/*/*/*/*/{topic}/**" for topic in mangled)]

@@ -23,6 +23,7 @@ from vla_edge.core.local_motion import HOME_PHRASES
 from vla_edge.core.records import MAX_HORIZON
 from vla_edge.core.shield import ShieldConfig
 from vla_edge.engines import EngineSetting
+from vla_edge.metrics_address import metrics_address
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,16 @@ class IoConfig:
     estop_topic: Literal["off", "watch", "require"] = "watch"
     estop_silence_s: float = 0.5
     camera_window_s: float = 0.05
+    report_hz: float = 1.0
+    metrics_listen: str = ""
 
     def __post_init__(self) -> None:
         """Check ranges."""
         if min(self.poll_s, self.status_hz, self.ticks_hz, self.estop_silence_s) <= 0.0:
             raise ValueError("poll_s, status_hz, ticks_hz and estop_silence_s must be positive")
+        if not self.report_hz >= 0.0:
+            raise ValueError(f"report_hz must be 0 (no reports) or more, got {self.report_hz}")
+        metrics_address(self.metrics_listen)
         if not 0.0 <= self.camera_window_s <= 0.5:
             raise ValueError(f"camera_window_s must be 0 .. 0.5 (an image's largest age), got {self.camera_window_s}")
 

@@ -19,7 +19,7 @@ from typing import Final
 import vla_edge
 from vla_common.clock import NS_PER_S, Clock, SystemClock
 from vla_common.config import ConfigError
-from vla_common.logging_setup import setup_logging
+from vla_common.logging_setup import add_log_argument, setup_logging
 from vla_common.manifest import ManifestError, load_manifest
 from vla_common.process import StopFlag, end_with_parent, spawn, stop_all, stop_on_signals
 from vla_common.span_queue import check_tracing
@@ -252,6 +252,7 @@ def parse(argv: Sequence[str] | None) -> EdgeConfig:
     parser.add_argument("--model", metavar="FOLDER", help="model folder, such as models/tabletop")
     parser.add_argument("--robot-id", metavar="ID", dest="robot_id", help="robot id in topics: letters, digits, _")
     parser.add_argument("--record", metavar="FILE.mcap", help="record all topics")
+    add_log_argument(parser)
     options = parser.parse_args(argv)
     given = [f"{key}={value}" for key in ("bus", "cloud", "model", "robot_id", "record")
              if (value := getattr(options, key)) is not None]

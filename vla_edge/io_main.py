@@ -21,9 +21,11 @@ from vla_common.zenoh_session import Bus, Received
 from vla_edge.child import Child, main_exit, run
 from vla_edge.cloud_link import open_cloud_link
 from vla_edge.core.arrival import Arrivals, JointReader, MonotonicStamps, ReceiveInstants
+from vla_edge.core.health import Tick
 from vla_edge.core.local_motion import is_home_phrase
 from vla_edge.core.tick_trace import IoTrace
 from vla_edge.images import Cameras
+from vla_edge.io_metrics import metrics_page
 from vla_edge.io_status import StatusOut
 from vla_edge.robot_bus import RobotBus, open_robot_bus
 
@@ -49,7 +51,9 @@ class IoLoop:
         self._instruction_in = bus.latest("instruction", robot)
         self._commands_in = bus.queue("shield_command", robot, capacity=16)
         self._estop_in = None if config.io.estop_topic == "off" else bus.queue("estop", robot, capacity=16)
-        self._observation_out = cloud.publisher("observation", robot)
+        self._observation_out, self._report_out = cloud.publisher("observation", robot), None
+        if config.io.report_hz > 0.0:
+            self._report_out = cloud.publisher("shield_report", robot)
         self._session = secrets.token_hex(8)
         self._observations = 0
         self._instruction = ""
@@ -62,7 +66,7 @@ class IoLoop:
         self._cameras = Cameras(config, bus, cameras, self._instant_ns, self._rejects, self._clock.monotonic_ns())
         self._trace = None if tracer is None else IoTrace(tracer, robot)
         self.out = StatusOut(child, bus, self._rejects, self._resume(), self._trace)
-        self._status_due_ns = self._ticks_due_ns = self._watch_due_ns = 0
+        self._status_due_ns = self._ticks_due_ns = self._watch_due_ns = self._report_due_ns = 0
 
     def _resume(self) -> int:
         """Go on where a killed predecessor stopped: counts of commands, level of the emergency stop input, and, as the
@@ -82,6 +86,21 @@ class IoLoop:
     def rejects(self) -> dict[str, int]:
         """What was refused so far, by name."""
         return self._rejects.snapshot()
+
+    @property
+    def shield(self) -> Any | None:
+        """The newest ShieldStatus."""
+        return self.out.message
+
+    @property
+    def is_ticking(self) -> bool:
+        """Whether the motor process ticks."""
+        return self.out.tick[0] is Tick.TICKING
+
+    @property
+    def observations(self) -> int:
+        """Sent to the cloud."""
+        return self._observations
 
     @property
     def cameras(self) -> str:
@@ -108,6 +127,9 @@ class IoLoop:
             self._status_due_ns = now_ns + round(NS / self._config.status_hz)
             joints_ns = int(self._joints["stamp_ns"])
             self.out.publish_status(now_ns, None if joints_ns == 0 else (now_ns - joints_ns) / NS)
+        if self._report_out is not None and now_ns >= self._report_due_ns and self.out.payload:
+            self._report_due_ns = now_ns + round(NS / self._config.report_hz)
+            self._report_out.put(self.out.payload)
         self._beat["loops"] += 1
         self._beat["stamp_ns"], self._beat["tick_cursor"] = now_ns, self.out.cursor
         self._memory.write("io", self._beat)
@@ -256,10 +278,11 @@ def body(child: Child) -> None:
         loop = IoLoop(child, cameras, bus, cloud, tracer)
         period_ns = round(config.io.poll_s * NS)
         due_ns = child.clock.monotonic_ns()
-        while not child.stop.is_set():
-            loop.turn()
-            due_ns = max(due_ns + period_ns, child.clock.monotonic_ns())
-            child.clock.sleep_until_ns(due_ns)
+        with metrics_page(loop, config.io.metrics_listen):
+            while not child.stop.is_set():
+                loop.turn()
+                due_ns = max(due_ns + period_ns, child.clock.monotonic_ns())
+                child.clock.sleep_until_ns(due_ns)
         loop.flush()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -74,6 +74,7 @@ class StatusOut:
         cause: what keeps the robot from moving, or empty.
         measured: of the joint states that were used; only on ROS.
         cameras: set by the owner: name of what is wrong with the cameras, or empty.
+        message, payload: the newest ShieldStatus, and as it was sent; None and empty before the first.
     """
 
     def __init__(self, child: Child, bus: RobotBus, rejects: Counters, cursor: int,
@@ -94,6 +95,8 @@ class StatusOut:
         self.cursor = cursor
         self.reason, self.rearm_ready, self.cause, self.cameras = NOT_STARTED, False, "", ""
         self._why_stopped = ""
+        self.message: Any = None
+        self.payload = b""
 
     @property
     def tick(self) -> tuple[Tick, float, float]:
@@ -156,7 +159,7 @@ class StatusOut:
         self.reason, self.rearm_ready, self.cause = text, is_ready, cause
         is_sending = reason is not Reason.NO_POSE
         late = self._lateness_s.summary()
-        self._status_out.put(encode(new(
+        self._tell(new(
             "ShieldStatus", header=make_header(now_ns), state=int(state), reason=text, tick=int(motor["tick"]),
             rearm_ready=is_ready, joint_names=self._names if is_sending else [],
             position=np.array(motor["position"]) if is_sending else [],
@@ -164,17 +167,20 @@ class StatusOut:
             limit_interventions=int(motor["limited"]), missed_ticks=int(motor["missed"]),
             lateness_p50_s=late.p50, lateness_p99_s=late.p99, lateness_max_s=late.maximum if late.count else 0.0,
             chunks_accepted=int(motor["accepted"]), chunks_rejected=int(motor["rejects"].sum()),
-            scheduling=motor["scheduling"].item().decode())))
+            scheduling=motor["scheduling"].item().decode()))
         # Leaves out the flicker between NOMINAL and COASTING; tells a cause once, when it is first found.
         acts = reason in (Reason.FOLLOWING, Reason.CHUNK_OLD)
         key = ("acts", hangs) if acts else (state, reason, hangs, bool(self._cause))
         self._log(key, logging.ERROR if hangs else logging.INFO, f"shield {state.name}: {text}")
 
+    def _tell(self, message: Any) -> None:
+        self.message, self.payload = message, encode(message)
+        self._status_out.put(self.payload)
+
     def _publish_not_started(self, now_ns: int) -> None:
         silent_s = self._watch.silent_s
-        self._status_out.put(encode(new(
-            "ShieldStatus", header=make_header(now_ns), state=int(State.HOLDING), tick=-1,
-            reason=f"{NOT_STARTED} ({silent_s:.1f} s)")))
+        self._tell(new("ShieldStatus", header=make_header(now_ns), state=int(State.HOLDING), tick=-1,
+                       reason=f"{NOT_STARTED} ({silent_s:.1f} s)"))
         self.reason, self.rearm_ready = NOT_STARTED, False
         if silent_s > self._rules.motor_start_s:
             self._log(("not started",), logging.ERROR, NOT_STARTED)

@@ -16,7 +16,7 @@ from typing import Final
 
 from vla_common.clock import NS_PER_S, Clock, SystemClock
 from vla_common.config import ConfigError
-from vla_common.logging_setup import setup_logging
+from vla_common.logging_setup import add_log_argument, setup_logging
 from vla_common.manifest import ManifestError, load_manifest
 from vla_common.process import StopFlag, end_with_parent, stop_on_signals
 from vla_common.zenoh_session import BusError
@@ -71,6 +71,7 @@ def parse(argv: Sequence[str] | None) -> RecordOptions:
     parser.add_argument("--camera", action="append", default=[], metavar="NAME", dest="cameras",
                         help="record this camera instead of the model's; may be repeated; no model folder is needed")
     parser.add_argument("--duration", type=float, metavar="S", dest="duration_s", help="end after so many seconds")
+    add_log_argument(parser)
     options = parser.parse_args(argv)
     given = [f"{key}={value}" for key in ("bus", "cloud", "model", "robot_id")
              if (value := getattr(options, key)) is not None]

@@ -31,6 +31,7 @@ from vla_edge.core.shield import REARM_TEXT, Rearm, State
 from vla_edge.core.task_goal import GoalView
 from vla_edge.edge_main import Supervisor
 from vla_edge.io_main import IoLoop
+from vla_edge.io_metrics import metrics_page
 from vla_edge.robot_bus import open_robot_bus
 
 LOG = logging.getLogger(__name__)
@@ -94,10 +95,11 @@ class EdgeSession:
         period_ns = round(self._config.io.poll_s * NS_PER_S)
         due_ns = self._clock.monotonic_ns()
         try:
-            while not self._flag.is_set():
-                self._io.turn()
-                due_ns = max(due_ns + period_ns, self._clock.monotonic_ns())
-                self._clock.sleep_until_ns(due_ns)
+            with metrics_page(self._io, self._config.io.metrics_listen):
+                while not self._flag.is_set():
+                    self._io.turn()
+                    due_ns = max(due_ns + period_ns, self._clock.monotonic_ns())
+                    self._clock.sleep_until_ns(due_ns)
             self._io.flush()
         except Exception:
             self._io_failed = True

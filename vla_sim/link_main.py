@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from vla_common.clock import NS_PER_S, Clock, SystemClock
 from vla_common.config import ConfigError, load_config
-from vla_common.logging_setup import setup_logging
+from vla_common.logging_setup import add_log_argument, setup_logging
 from vla_common.process import StopFlag, end_with_parent, stop_on_signals
 from vla_common.wire import WireError, decode, stamp_ns
 from vla_common.zenoh_session import Bus, BusError, Publisher, Received, open_bus
@@ -127,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seed", type=int, default=0, help="seed of all draws")
     result.add_argument("--events", type=Path, help="append events as JSON lines here")
     result.add_argument("--report", type=Path, help="write counters as JSON here at the end")
+    add_log_argument(result)
     return result
 
 

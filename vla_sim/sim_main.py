@@ -21,7 +21,7 @@ from typing import Any
 
 from vla_common.clock import NS_PER_S, Clock, SystemClock
 from vla_common.config import ConfigError, load_config
-from vla_common.logging_setup import setup_logging
+from vla_common.logging_setup import add_log_argument, setup_logging
 from vla_common.process import StopFlag, end_with_parent, stop_on_signals
 from vla_common.zenoh_session import BusError, open_bus
 from vla_sim.config import CONTROL_HZ, SimConfig
@@ -83,6 +83,7 @@ def parse(argv: Sequence[str] | None) -> tuple[SimMainConfig, Path | None]:
     parser.add_argument("--motion", help="still, moving or both (default still)")
     parser.add_argument("--shuffled", action="store_true", help="control: the instruction names another object")
     parser.add_argument("--results", type=Path, help="write results as JSON here, after every episode")
+    add_log_argument(parser)
     arguments = parser.parse_args(argv)
     named = {"bus": arguments.bus, "robot.robot": arguments.robot, "episodes.count": arguments.episodes,
              "episodes.seed": arguments.seed, "episodes.motion": arguments.motion,

@@ -6,6 +6,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -329,7 +330,7 @@ def test_the_cloud_hosts_what_its_settings_say(keys, port, tmp_path, monkeypatch
 
     @contextmanager
     def no_model(config, publish, stop, tracer):
-        yield None, None
+        yield SimpleNamespace(status=dict), None
 
     def serve(config, service, manifest, bus, stop):
         heard = bus.queue("observation", ANY_ROBOT)

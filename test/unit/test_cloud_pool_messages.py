@@ -51,7 +51,7 @@ TO_GATEWAY = [
     m.KvEvents(5, [m.KvEventRow(KvChange.STORED, b"h" * 32, b"p" * 32), m.KvEventRow(KvChange.CLEARED)]),
     m.LaneReady(2, "robots0.1", 17, "tabletop", b"h" * 32, 16, 128),
     m.Contexts(3, [m.ContextAnswer(b"\0" * 8, 9, True), m.ContextAnswer(b"", 0, False, "malformed_image", "no")], 0.5),
-    m.Pong(9, m.Load(64, 60, 1, 100, 2, 3)),
+    m.Pong(9, m.Load(64, 60, 1, 100, 2, 3, 20, 1, 0, 1, 2, 1, 5, 1, 4096, 512, 7, 2**33, 1.5, {"peer_dead": 2})),
     m.Drained(),
 ]
 GOLDEN = {
@@ -80,7 +80,7 @@ GOLDEN = {
     "KvEvents": "39ef00c7e93308d0",
     "LaneReady": "9314641c205e36b4",
     "Contexts": "f355f4abaa1fb850",
-    "Pong": "9383c505cc6a5226",
+    "Pong": "b0ae4aa825a39bdc",
     "Drained": "ca42d0b3332596c2",
 }
 

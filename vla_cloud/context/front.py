@@ -15,6 +15,7 @@ import numpy.typing as npt
 from vla_cloud.config import ContextConfig
 from vla_cloud.core.context_pacer import ContextPacer, Offer
 from vla_cloud.core.request import RobotRequest
+from vla_cloud.core.robot_board import RobotBoard
 from vla_cloud.core.statistics import NS_PER_S, ServingStatistics
 from vla_common import messages, tensors, wire
 from vla_common.clock import Clock
@@ -56,6 +57,7 @@ class ContextFront:
         self._logged: set[tuple[str, str]] = set()
         self.trace: ContextTrace | None = None
         self.statistics = ServingStatistics(clock.monotonic_ns())
+        self.board = RobotBoard(max_robots=config.max_robots, forget_after_ns=round(config.forget_after_s * NS_PER_S))
 
     def receive(self, sample: Received) -> RobotRequest[Any] | None:
         """Stage 2: decodes one observation; None if it was refused."""
@@ -80,17 +82,20 @@ class ContextFront:
             observation,
         )
 
-    def offered(self, robot: str, offer: Offer) -> None:
+    def offered(self, request: RobotRequest[Any], offer: Offer) -> None:
         """What the pacer made of a request."""
-        if offer is Offer.TOO_MANY_ROBOTS:
-            self.refuse(robot, offer.value, f"{self._config.max_robots} robots are served (context.max_robots)")
+        if offer in (Offer.QUEUED, Offer.REPLACED_OLDER):
+            self.board.observed(request.robot, request.received_ns, offer is Offer.REPLACED_OLDER)
+        elif offer is Offer.TOO_MANY_ROBOTS:
+            self.refuse(request.robot, offer.value, f"{self._config.max_robots} robots are served (context.max_robots)")
 
     def answer(self, request: RobotRequest[Any], tokens: npt.NDArray[np.float32], prefix_tokens_reused: int) -> None:
         """Stage 7's result f32[K, D] on the wire, with the observation's own stamp, session and sequence."""
         if not np.isfinite(tokens).all():
             self.refuse(request.robot, "non_finite_context", "the model gave a value that is not finite")
             return
-        compute_s = (self._clock.monotonic_ns() - request.received_ns) / NS_PER_S
+        now_ns = self._clock.monotonic_ns()
+        compute_s = (now_ns - request.received_ns) / NS_PER_S
         message = messages.new(
             "ContextTokens",
             header=wire.make_header(request.stamp_ns, request.payload.header.frame_id),
@@ -108,12 +113,14 @@ class ContextFront:
         except BusError as error:
             self.refuse(request.robot, "not_published", str(error))
             return
+        self.board.answered(request.robot, request.received_ns, now_ns)
         self.statistics.published += 1
         self.statistics.compute_s.record(compute_s)
 
     def refuse(self, robot: str, cause: str, text: str, *, with_traceback: bool = False) -> None:
         """Counts a refusal; the first of its kind per robot is logged with its text."""
         self.statistics.refused.add(cause)
+        self.board.refused(robot)
         if (robot, cause) not in self._logged and len(self._logged) < MAX_LOGGED_REFUSALS:
             self._logged.add((robot, cause))
-            LOG.warning("robot %s: %s: %s", robot, cause, text, exc_info=with_traceback)
+            LOG.warning("robot %s: %s: %s", robot, cause, text, exc_info=with_traceback, extra={"robot": robot})

@@ -21,6 +21,7 @@ from vla_cloud.config import ContextConfig
 from vla_cloud.context.checks import CheckedObservation, ObservationChecks
 from vla_cloud.context.context_trace import ContextTrace
 from vla_cloud.context.front import ContextFront, Publish, make_pacer
+from vla_cloud.context.robots_status import lanes_status, robots_status
 from vla_cloud.core.context_dispatch import ContextDispatch, DispatchConfig, Flight
 from vla_cloud.core.request import RobotRequest
 from vla_cloud.core.validation import RequestError
@@ -74,7 +75,7 @@ class PooledContextService:
         self._timer: asyncio.TimerHandle | None = None
         self._offers = 0
         self._closed = False
-        self.statistics = self._front.statistics
+        self.statistics, self.board = self._front.statistics, self._front.board
 
     def attach(self, workers: Workers) -> None:
         """The lanes to use."""
@@ -118,7 +119,7 @@ class PooledContextService:
         self._scheduled = False  # before looking: what comes from now on is announced again
         while self._inbox:
             request = self._inbox.popleft()
-            self._front.offered(request.robot, self._pacer.offer(request))
+            self._front.offered(request, self._pacer.offer(request))
             self._offers += 1
             if self._offers % _FORGET_EVERY == 0:
                 self.dispatch.forget()
@@ -218,6 +219,12 @@ class PooledContextService:
             f"answers dropped: late {counts.late_answers} old {counts.old_answers}",
         ]
         return "; ".join([self.statistics.report(self._clock.monotonic_ns(), self._pacer), *lanes])
+
+    def status(self) -> dict[str, Any]:
+        """See :func:`robots_status`; from any thread."""
+        now_ns = self._clock.monotonic_ns()
+        status = robots_status(self._front, self._pacer.counts, self._config, now_ns)
+        return {**status, **lanes_status(self._workers, self.dispatch)}
 
     async def drain(self, timeout_s: float) -> bool:
         """Nothing to wait for: a context under way is worth little to a robot that is left."""

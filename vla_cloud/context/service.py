@@ -14,6 +14,7 @@ from typing import Any
 from vla_cloud.config import ContextConfig
 from vla_cloud.context.context_trace import ContextTrace
 from vla_cloud.context.front import OBSERVATION, ContextFront, Publish, make_pacer
+from vla_cloud.context.robots_status import robots_status
 from vla_cloud.context.runner import ContextRunner, PreparedObservation
 from vla_cloud.core.request import RobotRequest
 from vla_cloud.core.statistics import NS_PER_S
@@ -45,7 +46,7 @@ class ContextService:
         self._front.trace = trace
         self._pacer = make_pacer(config)
         self._offered = threading.Condition()  # guards the pacer
-        self.statistics = self._front.statistics
+        self.statistics, self.board = self._front.statistics, self._front.board
 
     # --- receiver ---
 
@@ -57,7 +58,7 @@ class ContextService:
         with self._offered:
             offer = self._pacer.offer(request)
             self._offered.notify()
-        self._front.offered(request.robot, offer)
+        self._front.offered(request, offer)
 
     # --- worker ---
 
@@ -112,6 +113,10 @@ class ContextService:
             self.statistics.text_tokens = cache.tokens_requested
             self.statistics.text_tokens_reused = cache.tokens_reused
             return self.statistics.report(self._clock.monotonic_ns(), self._pacer)
+
+    def status(self) -> dict[str, Any]:
+        """See :func:`robots_status`; from any thread."""
+        return robots_status(self._front, self._pacer.counts, self._config, self._clock.monotonic_ns())
 
     def _wait(self) -> None:
         """Until something is offered or due, but not longer than MAX_WAIT_S."""

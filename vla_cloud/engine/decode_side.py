@@ -20,6 +20,7 @@ from vla_cloud.core.scheduler import Scheduler
 from vla_cloud.core.sequence import TokenSequence
 from vla_cloud.engine.first_token import decode
 from vla_cloud.engine.outbox import Outbox
+from vla_cloud.engine.totals import Totals
 from vla_cloud.engine.work_ledger import WorkLedger
 from vla_cloud.kv_transfer.connector import Arrived, Broken, KvReceiver, Reservation, WriterGone
 from vla_cloud.pools.messages import Reserved
@@ -51,6 +52,7 @@ class DecodeSide:
         vocab_size: int,
         epoch: int,
         clock: Clock,
+        totals: Totals | None = None,
     ) -> None:
         """Nothing reserved. ``epoch`` is this process's, which the notice must repeat."""
         self.receiver = receiver
@@ -64,6 +66,7 @@ class DecodeSide:
         self._epoch = epoch
         self._uses = 0
         self._clock = clock
+        self._totals = totals if totals is not None else Totals()
         self._leases = LeaseTable(LeaseConfig(), clock)
         self._queued: set[str] = set()
         self._by_key: dict[str, _Reservation] = {}
@@ -127,12 +130,15 @@ class DecodeSide:
             reservation.ended = True
             reservation.writer_gone = not isinstance(event, Broken) or event.writer_gone
             if isinstance(event, Broken):
+                self._totals.transfer_failed(event.cause.value)
                 fault = f"{event.cause.value}: {event.detail}"
             else:
+                self._totals.transferred(event.num_bytes, event.elapsed_ns)
                 fault = self._take(reservation, event)
             if fault:
                 self._scheduler.abort(reservation.key, TransferFailed(f"the KV cannot be used, {fault}"))
         for key in self._leases.sweep():
+            self._totals.leases_expired += 1
             text = "the lease ended before the KV was here: send heartbeats, or prefill anew"
             self._scheduler.abort(key, TransferFailed(text))
 

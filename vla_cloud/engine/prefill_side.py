@@ -18,6 +18,7 @@ from vla_cloud.core.step_plan import Chunk
 from vla_cloud.core.transfer_plan import Bandwidth, Push, PushPlan, TransferConfig, choose_layerwise
 from vla_cloud.engine.first_token import FirstToken, encode
 from vla_cloud.engine.runner import Sampled
+from vla_cloud.engine.totals import Totals
 from vla_cloud.engine.work_ledger import WorkLedger
 from vla_cloud.kv_transfer.connector import Cause, Failed, KvSender, Pushed
 from vla_cloud.kv_transfer.layout import KvLayout
@@ -59,6 +60,7 @@ class PrefillSide:
         ledger: WorkLedger,
         config: TransferConfig,
         clock: Clock,
+        totals: Totals | None = None,
     ) -> None:
         """Nothing under way."""
         self.sender = sender
@@ -68,6 +70,7 @@ class PrefillSide:
         self._layout = layout
         self._config = config
         self._clock = clock
+        self._totals = totals if totals is not None else Totals()
         self._by_key: dict[str, _Transfer] = {}
         self._by_token: dict[str, str] = {}
         self._step: list[_Transfer] = []
@@ -170,6 +173,7 @@ class PrefillSide:
                 continue
             transfer = self._by_key.pop(key)
             if isinstance(event, Failed):
+                self._totals.transfer_failed(event.cause.value)
                 code = _CODE_OF_CAUSE.get(event.cause, "UNAVAILABLE")
                 self._scheduler.abort(key, push_failed(code, f"{event.cause.value}: {event.detail}"))
             else:
@@ -177,12 +181,15 @@ class PrefillSide:
         now_ns = self._clock.monotonic_ns()
         for key, transfer in list(self._by_key.items()):
             if transfer.broken:
+                cause = "stuck"
                 error = push_failed("INTERNAL", f"the push could not go on: {transfer.broken}")
             elif transfer.deadline_ns is not None and now_ns >= transfer.deadline_ns:
+                cause = "late"
                 text = f"the push to {transfer.destination.worker} was not done in time"
                 error = push_failed("DEADLINE_EXCEEDED", text)
             else:
                 continue
+            self._totals.transfer_failed(cause)
             self.stop(key)
             self._scheduler.abort(key, error)
 
@@ -197,6 +204,7 @@ class PrefillSide:
         self.sender.close()
 
     def _pushed(self, key: str, transfer: _Transfer, event: Pushed) -> None:
+        self._totals.transferred(event.num_bytes, event.elapsed_ns)
         record = self._ledger.get(key)
         if record is not None:
             record.pushed_bytes = event.num_bytes

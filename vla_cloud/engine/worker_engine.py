@@ -30,6 +30,7 @@ from vla_cloud.engine.prefill_side import PrefillSide, push_failed
 from vla_cloud.engine.runner import ModelRunner
 from vla_cloud.engine.step_runner import StepOutcome, StepRunner, take_out
 from vla_cloud.engine.swap import HostSwap
+from vla_cloud.engine.totals import Totals
 from vla_cloud.engine.work_ledger import WorkLedger, text_of
 from vla_cloud.kv_transfer.connector import KvReceiver, KvSender
 from vla_cloud.pools import messages
@@ -85,16 +86,18 @@ class WorkerEngine:
         self.swap = HostSwap(runner)
         self.grammars = Grammars(grammars, runner.vocab_size)
         self._steps = StepRunner(runner, self.grammars)
+        self.totals = Totals()
         self.prefill_side: PrefillSide | None = None
         self.decode_side: DecodeSide | None = None
         if sender is not None:
             self.prefill_side = PrefillSide(
-                sender, runner.layout, self.scheduler, self.ledger, config.transfer, clock
+                sender, runner.layout, self.scheduler, self.ledger, config.transfer, clock, self.totals
             )  # fmt: skip
         if receiver is not None:
             self.decode_side = DecodeSide(
-                receiver, self.scheduler, self.pool, self.outbox, self.ledger, runner.vocab_size, self.epoch, clock
-            )
+                receiver, self.scheduler, self.pool, self.outbox, self.ledger, runner.vocab_size, self.epoch, clock,
+                self.totals,
+            )  # fmt: skip
         self._intake = Intake(self)
         self._plan: StepPlan | None = None
         self._broken_steps = 0
@@ -210,7 +213,7 @@ class WorkerEngine:
 
     def load(self) -> messages.Load:
         """For Pong."""
-        return reports.load(self.scheduler, self.ledger)
+        return reports.load(self.scheduler, self.ledger, self.totals, self.decode_side)
 
     def fail(self, text: str) -> None:
         """End the worker: every attempt ends by name, then the worker does."""
@@ -233,6 +236,7 @@ class WorkerEngine:
             if side is not None:
                 side.look()
         plan = self.scheduler.plan()
+        self.totals.planned(plan)
         self._end(plan.finished)
         for seq in plan.reserved:
             assert self.decode_side is not None
@@ -293,7 +297,24 @@ class WorkerEngine:
                 self.prefill_side.stop(one.request_id)
             if self.decode_side is not None:
                 self.decode_side.ended(one.request_id, one.quarantined_writer)
+            self._log_end(one)
             self.outbox.end(one)
+
+    def _log_end(self, one: Finished) -> None:
+        """A line per attempt, for whoever follows one request through the processes (VLA_LOG=debug)."""
+        record = self.ledger.get(one.request_id)
+        if record is None or not LOG.isEnabledFor(logging.DEBUG):
+            return
+        seq, request_id = one.seq, record.request_id.rpartition("~")[0] or record.request_id
+        outcome = one.reason.value if one.error is None else type(one.error).__name__
+        told = {
+            "request_id": request_id, "attempt": record.attempt, "outcome": outcome,
+            "prompt_tokens": seq.prompt_tokens, "cached_tokens": seq.cached_tokens,
+            "completion_tokens": seq.num_outputs,
+        }  # fmt: skip
+        LOG.debug("%s of request %s, attempt %d: %s; %d tokens of %d prompted, %d cached", record.kind.value,
+                  request_id, record.attempt, outcome, seq.num_outputs, seq.prompt_tokens, seq.cached_tokens,
+                  extra=told)  # fmt: skip
 
     def _close_step(self) -> bool:
         for message in reports.kv_events(self.tree):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from vla_cloud.config import CloudConfig
 from vla_cloud.gateway.answer_text import Tokenizer
@@ -32,9 +33,10 @@ class Doors:
     """The chat layer and its servers. Use it in one event loop."""
 
     def __init__(
-        self, config: CloudConfig, tokenizer: Tokenizer, service: Service, clock: Clock, tracer: Tracer | None = None
+        self, config: CloudConfig, tokenizer: Tokenizer, service: Service, clock: Clock, tracer: Tracer | None = None,
+        robots: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:  # fmt: skip
-        """Nothing listens yet.
+        """Nothing listens yet. ``robots``: their part of the state, see ``vla_cloud.context.robots_status``.
 
         Raises:
             GatewayError: a package is missing, or an address is refused.
@@ -51,17 +53,30 @@ class Doors:
         self._drain_s = gateway.drain_s
         self._doors: list[Door] = []
         try:
+            from vla_cloud.gateway.metrics import GatewayMetrics
+
+            self.metrics = metrics = GatewayMetrics(clock, self.chat.health, access_log=gateway.access_log)
+            if robots is not None:
+                metrics.robots = robots
+            metrics.clients = self.chat.clients.counts
+            remote = config.may_be_insecure
             if gateway.http_listen:
                 from vla_cloud.gateway.http_server import HttpServer
 
-                self._doors.append(HttpServer(self.chat, gateway, clock, allow_remote=config.may_be_insecure,
+                self._doors.append(HttpServer(self.chat, gateway, clock, allow_remote=remote, metrics=metrics,
                                               tls=config.tls))  # fmt: skip
+            if config.status_listen:
+                from vla_cloud.gateway.status import StatusSource
+                from vla_cloud.gateway.status_server import StatusServer
+
+                source = StatusSource(metrics, self.chat.health, clock, lambda: self.chat.is_serving)
+                self._doors.append(StatusServer(config, clock, metrics, source, self.chat.clients))
             if gateway.grpc_listen or gateway.control_listen:
                 # Its core tells of every failed handshake, which any stranger can make it do; ours are counted.
                 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
                 from vla_cloud.gateway.grpc_server import GrpcServer
 
-                self._doors.append(GrpcServer(self.chat, gateway, clock, allow_remote=config.may_be_insecure,
+                self._doors.append(GrpcServer(self.chat, gateway, clock, allow_remote=remote, metrics=metrics,
                                               tls=config.tls))  # fmt: skip
         except ModuleNotFoundError as error:
             raise GatewayError(f"{error.name} is not installed: pip install 'vla-runtime[gateway]'") from error

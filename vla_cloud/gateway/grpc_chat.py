@@ -12,18 +12,20 @@ from vla_cloud.gateway.chat import Chat
 from vla_cloud.gateway.chat_types import ChatRequest, Done, TextDelta
 from vla_cloud.gateway.grpc_convert import add_call, chat_request, chunk, done, logprob
 from vla_cloud.gateway.grpc_errors import client_of, end_with
+from vla_cloud.gateway.metrics import GatewayMetrics
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 from vla_common.clock import NS_PER_S, Clock
 
 REQUEST_ID = "request-id"
+DOOR = "grpc"
 
 
 class ChatServicer:
     """Methods have the names of the .proto file. A message that could not be read is None."""
 
-    def __init__(self, chat: Chat, clock: Clock, slow_reader_s: float) -> None:
+    def __init__(self, chat: Chat, clock: Clock, slow_reader_s: float, metrics: GatewayMetrics) -> None:
         """``slow_reader_s``: a client that takes nothing for so long is given up."""
-        self._chat, self._clock, self._slow_reader_s = chat, clock, slow_reader_s
+        self._chat, self._clock, self._slow_reader_s, self._metrics = chat, clock, slow_reader_s, metrics
 
     async def Generate(
         self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext
@@ -32,7 +34,7 @@ class ChatServicer:
         result, text = pb.GenerateResponse(), []
         try:
             asked = self._asked(request, context)
-            async with aclosing(self._chat.stream(asked)) as answer:
+            async with aclosing(self._metrics.observed(DOOR, asked, self._chat.stream(asked))) as answer:
                 async for event in answer:
                     if isinstance(event, Done):
                         result.done.CopyFrom(done(event, asked.request_id))
@@ -58,7 +60,7 @@ class ChatServicer:
         has_begun = False
         try:
             asked = self._asked(request, context)
-            async with aclosing(self._chat.stream(asked)) as answer:
+            async with aclosing(self._metrics.observed(DOOR, asked, self._chat.stream(asked))) as answer:
                 with _SlowReader(self._slow_reader_s, self._clock) as reader:
                     async for event in answer:
                         if not has_begun:
@@ -92,16 +94,20 @@ class ChatServicer:
         return pb.ListModelsResponse(models=models)
 
     def _asked(self, request: pb.GenerateRequest | None, context: grpc.aio.ServicerContext) -> ChatRequest:
-        client = client_of(context, self._chat)
-        if request is None:
-            raise InvalidRequest("the message is not a vla.v1.GenerateRequest")
-        left_s = context.time_remaining()
-        deadline_ns = None if left_s is None else self._clock.monotonic_ns() + round(left_s * NS_PER_S)
-        asked = chat_request(request, deadline_ns, client)
+        try:
+            client = client_of(context, self._chat)
+            if request is None:
+                raise InvalidRequest("the message is not a vla.v1.GenerateRequest")
+            left_s = context.time_remaining()
+            deadline_ns = None if left_s is None else self._clock.monotonic_ns() + round(left_s * NS_PER_S)
+            asked = chat_request(request, deadline_ns, client)
+        except RequestError as error:
+            self._metrics.ended(DOOR, "refused", error.code)
+            raise
         if self._chat.tracing is None:
             return asked
         callers = [str(value) for key, value in context.invocation_metadata() or () if key == "traceparent"]
-        return self._chat.tracing.begin(asked, "grpc", callers)
+        return self._chat.tracing.begin(asked, DOOR, callers)
 
 
 class _SlowReader:

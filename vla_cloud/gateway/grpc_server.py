@@ -20,6 +20,7 @@ from vla_cloud.gateway.chat import Chat
 from vla_cloud.gateway.grpc_chat import ChatServicer
 from vla_cloud.gateway.grpc_control import ControlServicer
 from vla_cloud.gateway.grpc_tls import HandshakeWatch, WatchingInterceptor, credentials
+from vla_cloud.gateway.metrics import GatewayMetrics
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 from vla_cloud.gateway.settings import GatewayError, GrpcRules, check_listen
 from vla_common.clock import Clock
@@ -41,9 +42,12 @@ class GrpcServer:
 
     def __init__(
         self, chat: Chat, config: GatewayConfig, clock: Clock, *, allow_remote: bool = False,
-        tls: ServerTls | None = None,
+        tls: ServerTls | None = None, metrics: GatewayMetrics | None = None,
     ) -> None:  # fmt: skip
-        """Nothing listens yet. ``tls`` is for chat clients; a Unix socket and the control door do without.
+        """Nothing listens yet.
+
+        ``tls`` is for chat clients; a Unix socket and the control door do without. ``metrics``: those of other doors to
+        the same chat, for one page of all.
 
         Raises:
             GatewayError: an address that other machines reach, without ``tls`` and ``allow_remote``; or the
@@ -55,7 +59,10 @@ class GrpcServer:
         self._handshakes = HandshakeWatch(f"gRPC on {config.grpc_listen}", config.grpc.keepalive_timeout_s, clock)
         self._credentials = None if self._tls is None else credentials(self._tls, self._handshakes.begun)
         self._chat, self._config = chat, config
-        self._chat_servicer = ChatServicer(chat, clock, config.grpc.slow_reader_s)
+        if metrics is None:
+            metrics = GatewayMetrics(clock, lambda: self._chat.health(), access_log=config.access_log)
+        self.metrics = metrics
+        self._chat_servicer = ChatServicer(chat, clock, config.grpc.slow_reader_s, metrics)
         self._servers: list[grpc.aio.Server] = []
         self._health = health.aio.HealthServicer()
         self._watch: asyncio.Task[None] | None = None

@@ -16,14 +16,20 @@ from starlette.routing import Route
 from vla_cloud.core.client import Client, Unauthenticated
 from vla_cloud.core.generate import RequestError
 from vla_cloud.gateway.chat import Chat
+from vla_cloud.gateway.clients import Clients
 from vla_cloud.gateway.http_chat import CLIENT, DOOR, ChatEndpoint
 from vla_cloud.gateway.http_errors import HttpError, http_error
 from vla_cloud.gateway.http_exchange import Exchange, ExchangeRules, Receive, Scope, Send
+from vla_cloud.gateway.http_status import STATUS_PATH, status_routes
 from vla_cloud.gateway.metrics import CONTENT_TYPE, GatewayMetrics
+from vla_cloud.gateway.status import StatusSource
 from vla_common.clock import NS_PER_S, Clock
 
 LOG = logging.getLogger(__name__)
 _CHAT, _HEALTH, _METRICS = "/v1/chat/completions", "/health", "/metrics"
+_OPERATORS_PATHS = frozenset({_METRICS, STATUS_PATH})
+_OPEN_PATHS = frozenset({_HEALTH, "/"})
+"""Where there are keys: /health is for those that watch, and the page holds no data."""
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -38,6 +44,7 @@ class HttpApp:
         A page of another site can point its own name at 127.0.0.1 and would then be of the same origin as this server.
         """
         self._chat, self._metrics, self._rules, self._only_loopback = chat, metrics, rules, only_loopback
+        self._clients: Clients | None = chat.clients
         self._created_s = clock.wall_ns() // NS_PER_S
         self._app = Starlette(
             routes=[
@@ -46,6 +53,7 @@ class HttpApp:
                 Route("/v1/models/{name:path}", self._model),
                 Route(_HEALTH, self._health),
                 Route(_METRICS, self._metrics_page),
+                *status_routes(StatusSource(metrics, chat.health, clock, lambda: chat.is_serving)),
             ],
             exception_handlers={HTTPException: _not_here},
         )
@@ -61,35 +69,16 @@ class HttpApp:
                 told = f"host {host!r} is not this server: ask 127.0.0.1 or localhost (a proxy must set the header so)"
                 await exchange.fail(HttpError(421, "invalid_request_error", told))
                 return
-        if self._chat.clients.has_keys:
+        if self._clients is not None and self._clients.has_keys:
             exchange = Exchange(scope, receive, send, self._rules)
             try:
-                scope[CLIENT] = self._client(scope["path"], exchange)
+                scope[CLIENT] = _client(self._clients, scope["path"], exchange)
             except RequestError as error:
                 if scope["path"] == _CHAT:
                     self._metrics.ended(DOOR, "refused", error.code)
                 await exchange.fail(http_error(error))
                 return
         await self._app(scope, receive, send)
-
-    def _client(self, path: str, exchange: Exchange) -> Client | None:
-        """Who asks, before anything is read of what they ask; only /health is for everybody.
-
-        Raises:
-            RequestError: nobody, or not an operator.
-        """
-        clients, given = self._chat.clients, exchange.headers.get(b"authorization")
-        if path == _HEALTH and given is None:
-            return None
-        try:
-            client = clients.identify(None if given is None else given.decode("latin-1"))
-        except Unauthenticated:
-            if path == _HEALTH:
-                return None
-            raise
-        if path == _METRICS:
-            clients.require_operator(client)
-        return client
 
     async def _models(self, request: Request) -> Response:
         data = [self._entry(name) for name in self._names(request)]
@@ -114,7 +103,7 @@ class HttpApp:
         return _json({"status": "draining" if draining else "no capacity", **details}, 503, {"retry-after": "1"})
 
     async def _metrics_page(self, request: Request) -> Response:
-        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})
+        return Response(await self._metrics.page(), headers={"content-type": CONTENT_TYPE})
 
     def _names(self, request: Request) -> list[str]:
         return self._chat.names_for(self._chat.clients.require(request.scope.get(CLIENT)))
@@ -123,12 +112,33 @@ class HttpApp:
         return {"id": name, "object": "model", "created": self._created_s, "owned_by": "vla-runtime"}
 
 
+def _client(clients: Clients, path: str, exchange: Exchange) -> Client | None:
+    """Who asks, before anything is read of what they ask.
+
+    Raises:
+        RequestError: nobody, or not an operator.
+    """
+    given = exchange.headers.get(b"authorization")
+    if path in _OPEN_PATHS and given is None:
+        return None
+    try:
+        client = clients.identify(None if given is None else given.decode("latin-1"))
+    except Unauthenticated:
+        if path in _OPEN_PATHS:
+            return None
+        raise
+    if path in _OPERATORS_PATHS:
+        clients.require_operator(client)
+    return client
+
+
 def _not_here(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         told = f"{request.method} is not allowed on {request.url.path}"
     else:
-        told = f"there is no {request.url.path} here; see /v1/chat/completions, /v1/models, /health, /metrics"
+        there_is = "/v1/chat/completions, /v1/models, /health, /metrics, /vla/status"
+        told = f"there is no {request.url.path} here; see {there_is}"
     return _error(HttpError(error.status_code, "invalid_request_error", told), dict(error.headers or {}))
 
 

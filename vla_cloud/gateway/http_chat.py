@@ -48,7 +48,7 @@ class ChatEndpoint:
             try:
                 question = await self._question(exchange, request_id, scope.get(CLIENT))
             except HttpError as error:
-                self._metrics.ended(DOOR, "refused", error.code)
+                self._metrics.ended(DOOR, "refused", error.code, request_id)
                 raise
             if tracing is not None:
                 callers = [value.decode("latin-1") for name, value in scope["headers"] if name == b"traceparent"]

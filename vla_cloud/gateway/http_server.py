@@ -33,10 +33,12 @@ class HttpServer:
     """Start and stop it in the event loop in which ``chat`` runs."""
 
     def __init__(
-        self, chat: Chat, config: GatewayConfig, clock: Clock, *, allow_remote: bool = False,
+        self, chat: Chat | None, config: GatewayConfig, clock: Clock, *, allow_remote: bool = False,
         metrics: GatewayMetrics | None = None, tls: ServerTls | None = None,
     ) -> None:  # fmt: skip
         """Nothing is open yet. ``metrics``: those of other doors to the same chat, for one page of all.
+
+        Without a ``chat`` a subclass says what is served, and ``metrics`` are needed.
 
         Raises:
             GatewayError: the address is wrong, or reachable from other machines without ``tls`` and ``allow_remote``;
@@ -49,7 +51,10 @@ class HttpServer:
             self._tls = telling_context(tls, told.failed) if tls is not None and is_secure else None
         except TlsError as error:
             raise GatewayError(f"gateway.http_listen: {error}") from error
-        self.metrics = metrics if metrics is not None else GatewayMetrics(clock, chat.health)
+        if metrics is None:
+            assert chat is not None
+            metrics = GatewayMetrics(clock, chat.health, access_log=config.access_log)
+        self.metrics = metrics
         self._chat, self._config = chat, config
         self._rules = ConnectionRules(config.http_max_connections, config.http_head_timeout_s)
         rules = ExchangeRules(config.http_max_body_bytes, config.http_body_timeout_s, config.http_stall_timeout_s)
@@ -72,7 +77,7 @@ class HttpServer:
         # one has its listener's, here 0: each small piece of an answer would wait for a delayed ACK (40 ms).
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.address = listener.getsockname()[:2]
-        app = HttpApp(self._chat, self.metrics, self._exchange_rules, self._clock, only_loopback=self._is_loopback)
+        app = self._make_app()
         self._server = _Server(
             uvicorn.Config(
                 app, http=guarded_by(self._rules), ws="none", lifespan="off", log_config=None, log_level="error",
@@ -82,8 +87,7 @@ class HttpServer:
             ),
             self._tls,
         )  # fmt: skip
-        self.metrics.connections = self._connections
-        self.metrics.clients = self._chat.clients.counts
+        self._tell_connections()
         self._serving = asyncio.ensure_future(self._server.serve([listener]))
         opened = asyncio.ensure_future(self._server.opened.wait())
         await asyncio.wait((self._serving, opened), return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +95,8 @@ class HttpServer:
         if self._serving.done():
             self._serving.result()
             raise GatewayError(f"gateway.http_listen {self.url}: the HTTP server ended as it started")
-        LOG.info("chat on %s://%s", "https" if self._tls else "http", self.url)
+        what, scheme = "chat" if self._chat is not None else "status", "https" if self._tls else "http"
+        LOG.info("%s on %s://%s", what, scheme, self.url)
 
     @property
     def url(self) -> str:
@@ -116,6 +121,15 @@ class HttpServer:
             told = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_soon(told.set_result, None)
             await told  # by then the transports have told their protocols that they are closed
+
+    def _make_app(self) -> HttpApp:
+        assert self._chat is not None
+        return HttpApp(self._chat, self.metrics, self._exchange_rules, self._clock, only_loopback=self._is_loopback)
+
+    def _tell_connections(self) -> None:
+        assert self._chat is not None
+        self.metrics.connections = self._connections
+        self.metrics.clients = self._chat.clients.counts
 
     def _connections(self) -> Mapping[str, int]:
         is_open = len(self._server.server_state.connections) if self._server is not None else 0

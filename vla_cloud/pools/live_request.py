@@ -38,6 +38,7 @@ class LiveRequest:
         self.max_new_tokens = max_new_tokens
         self.prompt = pack_tokens(request.tokens)
         self.hashes = PromptHashes(request.salt, request.images)  # once for all attempts
+        self.arrived_ns = 0
         self.begun = False
         self.placed: int | None = None  # attempt whose load is counted
         self.reserved: tuple[Ready, Reserved] | None = None  # of the present attempt

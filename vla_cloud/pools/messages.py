@@ -132,7 +132,10 @@ class Load(Row, frozen=True):
     """What a worker is doing.
 
     ``active_tokens``: uncached prompt tokens still to compute, plus tokens of running sequences that are held in its
-    pool. ``free_blocks`` includes what the prefix tree would give up.
+    pool. ``free_blocks`` includes what the prefix tree would give up (``cached_blocks``). ``running`` includes
+    ``reserved`` and ``to_push``, ``waiting`` includes ``preempted``. ``leases``: that run; ``awaited_writers``:
+    transfers whose blocks are in quarantine. The rest counts from the start of the worker, see
+    :class:`vla_cloud.engine.totals.Totals`.
     """
 
     total_blocks: Count
@@ -141,6 +144,20 @@ class Load(Row, frozen=True):
     active_tokens: Count
     running: Count
     waiting: Count
+    cached_blocks: Count = 0
+    reserved: Count = 0
+    to_push: Count = 0
+    preempted: Count = 0
+    leases: Count = 0
+    awaited_writers: Count = 0
+    preemptions: Count = 0
+    leases_expired: Count = 0
+    computed_tokens: Count = 0
+    cached_tokens: Count = 0
+    transfers: Count = 0
+    transfer_bytes: Count = 0
+    transfer_s: Annotated[float, Meta(ge=0.0)] = 0.0
+    transfer_failures: Annotated[dict[Name, Count], Meta(max_length=64)] = field(default_factory=dict)
 
 
 # gateway -> worker

@@ -19,6 +19,7 @@ from vla_cloud.pools import messages as wire
 from vla_cloud.pools.events import Finished, TokenEvent, request_error
 from vla_cloud.pools.limits import Limits
 from vla_cloud.pools.live_request import LiveRequest, event_of
+from vla_cloud.pools.meter import RequestMeter
 from vla_cloud.pools.router_feed import RouterFeed
 from vla_cloud.pools.workers import Workers
 from vla_common.clock import NS_PER_S, Clock
@@ -50,7 +51,8 @@ class ServingService:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.counters = Counters("served", "failed", "refused", "retries")
+        self.counters = Counters("served", "failed", "refused")
+        self._meter = RequestMeter()
 
     def attach(self, workers: Workers) -> None:
         """The pools to use, before the first request."""
@@ -103,7 +105,9 @@ class ServingService:
             "unsettled": len(self._by_wire_id),
             "workers": workers,
             "router": self._placement.snapshot(),
+            "queued_tokens": self._admission.queued_tokens,
             **self.counters.snapshot(),
+            **self._meter.snapshot(),
         }
 
     async def drain(self, timeout_s: float) -> bool:
@@ -138,6 +142,7 @@ class ServingService:
         live = LiveRequest(
             request, self._number, max_new_tokens, self._deadline(request), self._life_config
         )
+        live.arrived_ns = self._clock.monotonic_ns()
         self._by_id[request.request_id] = self._by_wire_id[live.wire_id] = live
         if live.trace is not None:
             live.trace.queued(self._clock.monotonic_ns())
@@ -156,6 +161,7 @@ class ServingService:
         while (request_id := self._admission.next()) is not None:
             live = self._by_id[request_id]
             live.begun = True
+            self._meter.begun((self._clock.monotonic_ns() - live.arrived_ns) / NS_PER_S)
             self._feed(live, life.Tick())
 
     # lives
@@ -165,11 +171,13 @@ class ServingService:
         pending: deque[life.Event] = deque([event])
         was_ended = live.life.is_ended
         while pending:
-            event = pending.popleft()
+            event, attempt = pending.popleft(), live.life.attempt
             now_ns = self._clock.monotonic_ns()
             actions = live.life.handle(event, now_ns)
             if live.trace is not None:
                 live.trace.saw(event, actions, now_ns)
+            if live.life.attempt > attempt:
+                self._meter.retried(event)
             for action in actions:
                 answer = self._do(live, action)
                 if answer is not None:
@@ -188,8 +196,6 @@ class ServingService:
         now_ns, wire_id = self._clock.monotonic_ns(), live.wire_id
         match action:
             case life.NeedPlace(exclude, prefer):
-                if live.life.attempt:
-                    self.counters.add("retries")
                 return self._place(live, exclude, prefer)
             case life.SendReserve(worker, attempt, writer):
                 work, lease_s = live.work(now_ns), self._config.lease_s
@@ -222,6 +228,7 @@ class ServingService:
         if isinstance(choice, str):
             return life.NotPlaced(choice)
         live.placed, live.reserved = attempt, None
+        self._meter.placed(attempt)
         return life.Placed(choice.prefill, choice.decode)
 
     def _unplace(self, live: LiveRequest) -> None:

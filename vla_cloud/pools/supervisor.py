@@ -111,7 +111,7 @@ class Supervisor:
             WorkerInfo(
                 process.spec.name, process.spec.role if process.ready is None else process.ready.role, process.state,
                 process.worker_id, process.child_pid, max(0, process.starts - 1),
-                process.load, process.detail,
+                process.load, process.detail, process.role_switches,
             )
             for process in self._processes
         ]  # fmt: skip
@@ -237,6 +237,7 @@ class Supervisor:
         if ready.version != PROTOCOL_VERSION or ready.worker != process.worker_id:
             self._end(process, f"answered for {ready.worker!r}, protocol {ready.version}: mixed installations?")
             return
+        process.role_switches += process.ready is not None and process.ready.role != ready.role
         process.ready = ready
         if process.state == "starting":
             self._set(process, "ready")

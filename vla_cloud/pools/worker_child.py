@@ -46,6 +46,7 @@ class WorkerChild:
         self.sequence = 0
         self.ready: Ready | LaneReady | None = None
         self.load: Load | None = None
+        self.role_switches = 0
 
     @property
     def worker_id(self) -> str:

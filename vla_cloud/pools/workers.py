@@ -24,6 +24,7 @@ class WorkerInfo:
     restarts: int
     load: Load | None
     detail: str = ""
+    role_switches: int = 0
 
 
 class WorkersListener(Protocol):

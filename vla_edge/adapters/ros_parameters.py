@@ -70,6 +70,8 @@ DESCRIPTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "io.estop_topic": ("Emergency stop input: watch, require (silence counts as pressed) or off",),
     "io.estop_silence_s": ("'require': longer silence counts as pressed, s", 0.01, 10.0),
     "io.camera_window_s": ("Several cameras: images of one observation are at most this far apart, s", 0.0, 0.5),
+    "io.report_hz": ("Rate at which the shield's status goes to the cloud, Hz; 0: never", 0.0, 20.0),
+    "io.metrics_listen": ("Prometheus metrics on loopback, such as 127.0.0.1:9107; empty: off",),
     "supervisor.motor_hang_s": ("The motor process did not tick for so long: reported, s", 0.01, 60.0),
     "supervisor.motor_start_s": ("... nor once since it was started, s", 0.1, 600.0),
     "supervisor.backoff_min_s": ("Shortest delay before a process is started again, s", 0.0, 600.0),

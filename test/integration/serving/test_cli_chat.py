@@ -38,11 +38,12 @@ def run(*arguments: str, url: str, given: str | None = None) -> subprocess.Compl
 class Pty:
     """The program in a terminal of its own."""
 
-    def __init__(self, *arguments: str, url: str) -> None:
+    def __init__(self, *arguments: str, url: str, program: str = "chat") -> None:
+        options = ["--temperature", "0"] if program == "chat" else []
         self.fd, inner = pty.openpty()
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
         self.process = subprocess.Popen(
-            [*VLA_CHAT, "--url", url, "--temperature", "0", *arguments], cwd=ROOT, env=environment,
+            [*VLA_CHAT[:-1], program, "--url", url, *options, *arguments], cwd=ROOT, env=environment,
             stdin=inner, stdout=inner, stderr=inner, start_new_session=True, preexec_fn=_own_terminal,
         )  # fmt: skip
         os.close(inner)

@@ -170,7 +170,7 @@ def test_metrics_are_what_prometheus_reads(rig: HttpRig, client) -> None:
     assert value("vla_time_between_tokens_seconds_count") >= 0  # tokens that come together are one piece
     assert value("vla_tokens_total", kind="completion") >= 12 <= value("vla_tokens_total", kind="prompt")
     assert value("vla_worker_up", model=MODEL, worker="p0", role="prefill") == 1
-    blocks = [value("vla_kv_blocks", model=MODEL, worker="d0", state=state) for state in ("free", "used", "quarantined")]
+    blocks = [value("vla_kv_blocks", model=MODEL, worker="d0", state=state) for state in ("free", "cached", "used", "quarantined")]
     assert sum(blocks) == 128
     assert value("vla_http_connections") >= 1 and value("vla_serving", model=MODEL) == 1
     assert value("vla_router_total", model=MODEL, event="placed") >= 1
