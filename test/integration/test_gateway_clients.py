@@ -84,7 +84,7 @@ def test_who_has_no_good_key_gets_nothing_but_health(tokenizer):
     async def test(it: Both, service):
         for name, headers in wrong.items():
             for method, path in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/v1/models/tiny"),
-                                 ("GET", "/metrics"), ("GET", "/nowhere"), ("DELETE", "/v1/models")):  # fmt: skip
+                                 ("GET", "/metrics"), ("GET", "/vla/status"), ("GET", "/nowhere"), ("DELETE", "/v1/models")):  # fmt: skip
                 answer = await it.http.request(method, path, headers=headers)
                 error = answer.json()["error"]
                 assert (answer.status_code, error["code"], error["type"]) == (401, "invalid_api_key", "invalid_request_error")
@@ -117,10 +117,13 @@ def test_a_key_opens_both_doors_and_control_is_for_operators(tokenizer):
     async def test(it: Both, service):
         assert (await it.ask(headers=keys.header("a"))).json()["choices"][0]["message"]["content"] == "Hello"
         assert (await it.stub.Generate(ask(), metadata=keys.metadata("a"))).text == "Hello"
-        denied = await it.http.get("/metrics", headers=keys.header("a"))
-        assert (denied.status_code, denied.json()["error"]["code"]) == (403, "permission_denied")
+        for path in ("/metrics", "/vla/status"):
+            denied = await it.http.get(path, headers=keys.header("a"))
+            assert (denied.status_code, denied.json()["error"]["code"]) == (403, "permission_denied")
+        assert (await it.http.get("/vla/status", headers=keys.header("op"))).status_code == 200
+        assert (await it.http.get("/")).status_code == 200  # the page brings no data
         page = (await it.http.get("/metrics", headers=keys.header("op"))).text
-        assert 'vla_client_events_total{event="refused_not_operator"} 1.0' in page
+        assert 'vla_client_events_total{event="refused_not_operator"} 2.0' in page
         error = await grpc_error(it.control.Drain(pb.DrainRequest(), metadata=keys.metadata("a")))
         assert error.code() is CODE.PERMISSION_DENIED and not service.draining
         assert len((await it.control.Status(pb.StatusRequest(), metadata=keys.metadata("op"))).models) == 1
