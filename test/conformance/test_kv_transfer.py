@@ -97,6 +97,14 @@ def wait(poll, until=lambda events: bool(events), limit_s=LIVE_S):
     return events
 
 
+def tasks(pid):
+    return Path(f"/proc/{pid}/task").iterdir()
+
+
+def state(task):
+    return task.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+
+
 class Process:
     """kv_process.py."""
 
@@ -121,7 +129,12 @@ class Process:
         return self.hear()
 
     def signal(self, number):
+        """After SIGSTOP no thread of it runs any more: one that was running goes on for a moment otherwise."""
         self.process.send_signal(number)
+        end = time.monotonic() + LIVE_S
+        while number == signal.SIGSTOP and not all(state(task) == "T" for task in tasks(self.process.pid)):
+            assert time.monotonic() < end
+            time.sleep(0.001)
 
     def close(self):
         self.process.kill()
