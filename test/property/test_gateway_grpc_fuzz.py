@@ -35,6 +35,10 @@ requests = st.builds(
 )  # fmt: skip
 
 
+def usual(value: float | None) -> float:
+    return 1.0 if value is None else value
+
+
 def take(data: bytes) -> None:
     message = READ(data)
     if message is None:
@@ -43,7 +47,8 @@ def take(data: bytes) -> None:
         request = chat_request(message, None)
         check_chat(request, ChatLimits(max_chars=50))
         sampling = SamplingParams(
-            temperature=request.temperature, top_p=request.top_p, repetition_penalty=request.repetition_penalty,
+            temperature=usual(request.temperature), top_p=usual(request.top_p),
+            repetition_penalty=usual(request.repetition_penalty),
             seed=request.seed, logprobs=request.top_logprobs if request.logprobs else None,
             max_new_tokens=request.max_tokens or 1,
         )  # fmt: skip
@@ -51,7 +56,7 @@ def take(data: bytes) -> None:
     except RequestError as error:
         assert error.code == "INVALID_ARGUMENT"
         return
-    assert request.request_id and request.messages and request.temperature >= 0 and 0 < request.top_p <= 1
+    assert request.request_id and request.messages and usual(request.temperature) >= 0 and 0 < usual(request.top_p) <= 1
 
 
 @given(st.binary(max_size=200))

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from vla_cloud.gateway.chat_types import (
     Done,
     ImagePart,
     Message,
+    SamplingDefaults,
     TextDelta,
     TextPart,
     Usage,
@@ -82,6 +84,25 @@ def test_the_conversation_goes_out_in_the_template_with_all_that_was_asked(token
     assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.25, 0.5, 1.5)
     assert (sampling.seed, sampling.max_new_tokens, sampling.logprobs) == (2**64 - 1, 7, 3)
     assert sampling.stop_token_ids == {END}
+
+
+def test_what_a_request_does_not_say_is_as_the_model_has_it(tokenizer):
+    service = ScriptedService(lambda _: [[*b"x", END]])
+    usual = SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
+    chat = Chat([ServedModel("tiny", tokenizer, service, defaults=usual)], ManualClock())
+    messages = (Message("user", (TextPart("hi"),)),)
+
+    async def ask(**given):
+        async with aclosing(chat.stream(ChatRequest("r", messages, **given))) as events:
+            async for _ in events:
+                pass
+        sampling = service.requests[-1].sampling
+        return sampling.temperature, sampling.top_p, sampling.repetition_penalty
+
+    assert asyncio.run(ask()) == (0.2, 0.9, 1.1)
+    assert asyncio.run(ask(temperature=0.0, repetition_penalty=1.0)) == (0.0, 0.9, 1.0)
+    assert asyncio.run(ask(top_p=1.0)) == (0.2, 1.0, 1.1)
+    chat.close()
 
 
 def test_an_answer_is_text_tokens_and_usage_without_its_end_token(tokenizer):

@@ -39,7 +39,7 @@ def refused(**fields: Any) -> HttpError:
 def test_the_least_is_a_model_and_a_message() -> None:
     question = asked()
     assert question == Question(ChatRequest("id", (Message("user", (TextPart("hi"),)),), "m"), False, False)
-    assert (question.request.temperature, question.request.top_p) == (1.0, 1.0)
+    assert (question.request.temperature, question.request.top_p, question.request.repetition_penalty) == (None, None, None)
 
 
 def test_every_field_arrives() -> None:

@@ -185,6 +185,19 @@ def test_the_tokens_that_end_an_answer(tmp_path, generation, config, expected):
     assert ChatTokenizer(write(tmp_path / "t", generation=generation, config=config)).eos_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}, {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}),
+        ({"temperature": 1, "top_p": 1.5, "repetition_penalty": True}, {"temperature": 1.0}),
+        ({"temperature": None, "top_p": "0.9", "repetition_penalty": -1}, {}),
+        (None, {}),
+    ],
+)  # fmt: skip
+def test_the_sampling_that_the_makers_recommend(tmp_path, generation, expected):
+    assert ChatTokenizer(write(tmp_path, generation=generation)).sampling == expected
+
+
 def test_a_long_prompt_is_not_cut_silently(tmp_path):
     assert len(ChatTokenizer(write(tmp_path / "t", truncation=4)).encode("123456789")) == 9
 

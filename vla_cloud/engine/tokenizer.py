@@ -52,6 +52,8 @@ class ChatTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = _json(folder / "tokenizer_config.json")
+        self.sampling = _sampling(folder)
+        """temperature, top_p and repetition_penalty that the model's makers give, if they do."""
         self.eos_token_ids = _eos(folder)
         if not self.eos_token_ids:
             raise TokenizerError(f"{folder}: neither generation_config.json nor config.json has an eos_token_id")
@@ -209,6 +211,17 @@ def _eos(folder: Path) -> frozenset[int]:
         if ids:
             return frozenset(ids)
     return frozenset()
+
+
+def _sampling(folder: Path) -> dict[str, float]:
+    """Of generation_config.json, what is a number in range."""
+    given = _json(folder / "generation_config.json")
+    most = {"temperature": 100.0, "top_p": 1.0, "repetition_penalty": 100.0}
+    numbers = {name: given.get(name) for name in most}
+    return {
+        name: float(value) for name, value in numbers.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most[name]
+    }  # fmt: skip
 
 
 def _ids(value: Any) -> Iterator[int]:

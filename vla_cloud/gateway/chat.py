@@ -280,8 +280,11 @@ class Chat:
     def _generate(
         self, request: ChatRequest, running: _Running, prompt: Sequence[int], images: tuple[ImageSpan, ...]
     ) -> GenerateRequest:  # fmt: skip
+        usual, penalty = running.model.defaults, request.repetition_penalty
         sampling = SamplingParams(
-            temperature=request.temperature, top_p=request.top_p, repetition_penalty=request.repetition_penalty,
+            temperature=usual.temperature if request.temperature is None else request.temperature,
+            top_p=usual.top_p if request.top_p is None else request.top_p,
+            repetition_penalty=usual.repetition_penalty if penalty is None else penalty,
             seed=request.seed, logprobs=request.top_logprobs if request.logprobs else None,
             max_new_tokens=running.max_tokens, stop_token_ids=running.model.tokenizer.eos_token_ids,
         )  # fmt: skip

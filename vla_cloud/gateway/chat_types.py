@@ -71,6 +71,15 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """For requests that do not say: a model's own, as its generation_config.json has them."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRequest:
     """One question.
 
@@ -78,7 +87,7 @@ class ChatRequest:
         request_id: unique among those being answered.
         model: "" for the only one (or the first).
         max_tokens: None for the gateway's default; cut to what the model's context leaves.
-        temperature: 0 is greedy.
+        temperature, top_p, repetition_penalty: None for the model's own (SamplingDefaults); temperature 0 is greedy.
         seed: 0 .. 2**64 - 1; None for one derived from the id.
         stop: the answer ends before the first of these strings.
         logprobs, top_logprobs: log-probabilities of the tokens, and of so many of the likeliest at each position.
@@ -95,9 +104,9 @@ class ChatRequest:
     messages: tuple[Message, ...]
     model: str = ""
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from vla_cloud.config import CloudConfig
 from vla_cloud.gateway.answer_text import Tokenizer
 from vla_cloud.gateway.chat import Chat, ServedModel, Service
+from vla_cloud.gateway.chat_types import SamplingDefaults
 from vla_cloud.gateway.clients import open_clients
 from vla_cloud.gateway.grammar_checker import GrammarChecker
 from vla_cloud.gateway.settings import GatewayError
@@ -48,7 +49,8 @@ class Doors:
         self._checker = (
             None if folder is None else GrammarChecker(folder, tokenizer.eos_token_ids, gateway.grammar)
         )
-        served = ServedModel(name, tokenizer, service, grammars=self._checker)
+        defaults = SamplingDefaults(**getattr(tokenizer, "sampling", {}))
+        served = ServedModel(name, tokenizer, service, grammars=self._checker, defaults=defaults)
         self.chat = Chat([served], clock, clients=clients, tracer=tracer)
         self._drain_s = gateway.drain_s
         self._doors: list[Door] = []

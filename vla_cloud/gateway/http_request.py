@@ -179,8 +179,7 @@ def _request(given: _Body, messages: tuple[Message, ...], request_id: str, clien
     try:
         return ChatRequest(
             request_id, messages, given.model, limits.pop() if limits else None,
-            1.0 if given.temperature is None else given.temperature, 1.0 if given.top_p is None else given.top_p,
-            1.0 if given.repetition_penalty is None else given.repetition_penalty, given.seed,
+            given.temperature, given.top_p, given.repetition_penalty, given.seed,
             () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
             bool(given.logprobs), given.top_logprobs or 0, session=given.prompt_cache_key or "", client=client,
             grammar=grammar, tools=tools,

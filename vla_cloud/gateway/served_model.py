@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from vla_cloud.core.generate import GenerateRequest, ImageSpan
 from vla_cloud.core.grammar_spec import Grammar
 from vla_cloud.gateway.answer_text import Tokenizer
-from vla_cloud.gateway.chat_types import ImagePart
+from vla_cloud.gateway.chat_types import ImagePart, SamplingDefaults
 from vla_cloud.pools.events import Finished, TokenEvent
 
 Prompt = tuple[list[int], tuple[ImageSpan, ...]]
@@ -84,3 +84,4 @@ class ServedModel:
     service: Service
     vision: Vision | None = None
     grammars: Checker | None = None
+    defaults: SamplingDefaults = SamplingDefaults()
