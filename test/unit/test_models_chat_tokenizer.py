@@ -191,6 +191,7 @@ def test_the_tokens_that_end_an_answer(tmp_path, generation, config, expected):
         ({"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}, {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}),
         ({"temperature": 1, "top_p": 1.5, "repetition_penalty": True}, {"temperature": 1.0}),
         ({"temperature": None, "top_p": "0.9", "repetition_penalty": -1}, {}),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
         (None, {}),
     ],
 )  # fmt: skip

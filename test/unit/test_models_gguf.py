@@ -143,12 +143,12 @@ def test_a_file_is_converted_once(tmp_path, cache, capfd):
     assert capfd.readouterr().err == "" and first.is_relative_to(cache)
 
 
-def test_the_built_in_model_brings_the_sampling_that_its_makers_recommend(tmp_path, cache, monkeypatch):
+def test_the_built_in_model_is_greedy_unless_asked_otherwise(tmp_path, cache, monkeypatch):
     path = write(tmp_path / "tiny.gguf", llama(True))
     monkeypatch.setattr("vla_models.chat_model.packaged_gguf", lambda: path)
     built_in, own = chat_model_folder("smollm2"), chat_model_folder(path)
     said = [json.loads((folder / "generation_config.json").read_text()) for folder in (built_in, own)]
-    assert said[0] == said[1] | {"temperature": 0.2, "top_p": 0.9} and "temperature" not in said[1]
+    assert said[0] == said[1] | {"do_sample": False} and "do_sample" not in said[1]
 
 
 def test_a_killed_conversion_leaves_nothing_that_is_taken_for_a_model(tmp_path, monkeypatch):

@@ -214,14 +214,15 @@ def _eos(folder: Path) -> frozenset[int]:
 
 
 def _sampling(folder: Path) -> dict[str, float]:
-    """Of generation_config.json, what is a number in range."""
+    """Of generation_config.json, what is a number in range; do_sample: false is temperature 0."""
     given = _json(folder / "generation_config.json")
     most = {"temperature": 100.0, "top_p": 1.0, "repetition_penalty": 100.0}
     numbers = {name: given.get(name) for name in most}
-    return {
+    found = {
         name: float(value) for name, value in numbers.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most[name]
     }  # fmt: skip
+    return found | {"temperature": 0.0} if given.get("do_sample") is False else found
 
 
 def _ids(value: Any) -> Iterator[int]:
