@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from vla_cloud.core.life_events import (
     Aborted,
@@ -58,6 +58,11 @@ FINAL_CODES: Final = frozenset({"INVALID_ARGUMENT", "FAILED_PRECONDITION", "DEAD
 """Another worker would answer the same: the request ends."""
 BUSY_CODES: Final = frozenset({"RESOURCE_EXHAUSTED", "UNAVAILABLE"})
 """A refusal with one of these is no fault of the worker: wait, within ``capacity_wait_s``."""
+
+
+_WorkerEvent: TypeAlias = (
+    Reserved | Refused | Prefilled | PushFailed | TokensCame | WorkerFinished | Aborted | Failed
+)  # fmt: skip
 
 
 class Stage(enum.Enum):
@@ -122,8 +127,12 @@ class RequestLife:
     @property
     def next_wake_ns(self) -> int | None:
         """When a Tick is due; None once settled."""
-        wakes = [self._writers.until_ns, None if self.is_ended else self.deadline_ns, self._wake_ns]
-        return min((wake for wake in wakes if wake is not None), default=None)
+        due_ns = self._writers.until_ns if self._writers else None
+        if self.stage is not Stage.ENDED and (due_ns is None or self.deadline_ns < due_ns):
+            due_ns = self.deadline_ns
+        if self._wake_ns is not None and (due_ns is None or self._wake_ns < due_ns):
+            due_ns = self._wake_ns
+        return due_ns
 
     @property
     def decode(self) -> str | None:
@@ -139,7 +148,7 @@ class RequestLife:
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
         """What to do now. Events of other attempts or workers, or that come too late, do no harm."""
-        self._actions = list(self._writers.handle(event, now_ns))
+        self._actions = list(self._writers.handle(event, now_ns)) if self._writers else []
         if isinstance(event, WorkerLost | WorkerDead):
             self._lost.add(event.worker)
         if isinstance(event, WorkerDead):
@@ -147,6 +156,8 @@ class RequestLife:
         if not self.is_ended:
             if now_ns >= self.deadline_ns:
                 self._fail(Fail("DEADLINE_EXCEEDED", f"not complete at its deadline: {self.stage.value}"), now_ns)
+            elif isinstance(event, TokensCame):  # nearly all events: not through all the cases
+                self._of_worker(event, now_ns)
             else:
                 self._on(event, now_ns)
         return self._actions
@@ -168,13 +179,17 @@ class RequestLife:
             case WorkerLost(worker) | WorkerDead(worker):
                 self._worker_lost(worker, now_ns)
             case _:
-                work = self._work
-                if work is None or event.attempt != self.attempt:
-                    return
-                if event.worker == work.decode and work.held:
-                    self._from_decode(event, work, now_ns)
-                elif event.worker == work.prefill and work.writing:
-                    self._from_prefill(event, work, now_ns)
+                self._of_worker(event, now_ns)
+
+    def _of_worker(self, event: _WorkerEvent, now_ns: int) -> None:
+        """A worker speaks of an attempt, perhaps the present one."""
+        work = self._work
+        if work is None or event.attempt != self.attempt:
+            return
+        if event.worker == work.decode and work.held:
+            self._from_decode(event, work, now_ns)
+        elif event.worker == work.prefill and work.writing:
+            self._from_prefill(event, work, now_ns)
 
     def _from_decode(self, event: Event, work: _Attempt, now_ns: int) -> None:
         """D (or the worker that does both) speaks of the present attempt."""

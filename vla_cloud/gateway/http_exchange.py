@@ -36,6 +36,7 @@ class Exchange:
         self._receive, self._send, self._rules = receive, send, rules
         self.headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
         self._connection: GuardedProtocol = scope["state"][CONNECTION]
+        self._is_1_1, self._is_chunked = scope.get("http_version") == "1.1" and scope.get("method") != "HEAD", False
         self.has_begun = False
         """Whether the status has been sent."""
 
@@ -48,6 +49,8 @@ class Exchange:
         length = self.headers.get(b"content-length", b"0")
         if len(length) > 15 or int(length) > self._rules.max_body_bytes:  # h11 has checked that these are digits
             raise self._too_large()
+        if self._connection.has_whole_request:
+            return await self._read()  # nothing to wait for, nor to time
         try:
             return await asyncio.wait_for(self._read(), self._rules.body_timeout_s)
         except asyncio.TimeoutError:
@@ -55,8 +58,10 @@ class Exchange:
             raise HttpError(408, "timeout_error", told, closes=True) from None
 
     async def begin(self, status: int, content_type: str, *headers: tuple[str, str]) -> None:
-        """Send the status and headers."""
+        """The status and headers; they are sent with the first :meth:`write`, which must follow at once."""
         self.has_begun = True
+        self._connection.hold()
+        self._is_chunked = self._is_1_1 and all(name != "content-length" for name, _ in headers)  # so does h11
         pairs = [("content-type", content_type), ("x-content-type-options", "nosniff"), *headers]
         raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in pairs]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
@@ -74,7 +79,15 @@ class Exchange:
                 self._connection.rules.counts.add("evicted")
                 self._connection.evict()
                 raise ClientGone("it does not read") from None
+            if self._connection.is_gone:  # before Python 3.12, wait_for may swallow a cancellation of this moment
+                raise ClientGone("it has closed the connection")
+        if not more:
+            self._connection.hold()  # the body's end goes with it
+        elif data and self._is_chunked:
+            self._connection.write_chunk(data)
+            return
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._connection.release()
 
     async def answer(self, status: int, content_type: str, body: bytes, *headers: tuple[str, str]) -> None:
         """A whole answer."""
@@ -92,17 +105,21 @@ class Exchange:
         Raises:
             ClientGone: it left. Whatever ``work`` raises.
         """
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._until_gone())
-        try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            is_done = task.done()
-            task.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
-        if not is_done:
+        connection = self._connection
+        if connection.is_gone:
+            work.close()
             raise ClientGone("it has closed the connection")
-        task.result()
+        connection.flow.resume_reading()  # a connection that is not read is not seen to close
+        task = asyncio.ensure_future(work)
+        connection.on_gone = task.cancel
+        try:
+            await task  # a cancellation of ours is passed on, and waits for its end
+        except asyncio.CancelledError:
+            if not connection.is_gone:
+                raise
+            raise ClientGone("it has closed the connection") from None
+        finally:
+            connection.on_gone = None
 
     async def _read(self) -> bytes:
         body = bytearray()
@@ -115,10 +132,6 @@ class Exchange:
                 raise self._too_large()
             if not message.get("more_body", False):
                 return bytes(body)
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
     def _too_large(self) -> HttpError:
         # The connection stays, and the rest of the body is read and dropped for as long as a head may take: closed at

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -50,6 +51,9 @@ class GuardedProtocol(H11Protocol):
         self.app_state = {**self.app_state, CONNECTION: self}
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_refused = False
+        self._held: _Held | None = None
+        self.on_gone: Callable[[], object] | None = None
+        """Called when nothing can be answered any more, while it is set."""
 
     # asyncio.Protocol
 
@@ -77,6 +81,7 @@ class GuardedProtocol(H11Protocol):
         self._disarm()
         if not self._is_refused:
             super().connection_lost(exc)
+            self._tell_gone()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a request."""
@@ -94,6 +99,7 @@ class GuardedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """The next request's head is due, and so is the reading of this answer."""
+        self.release()
         self._disarm()
         if not self.transport.is_closing():
             super().on_response_complete()
@@ -109,6 +115,7 @@ class GuardedProtocol(H11Protocol):
                 return
             self.cycle.disconnected = True  # its handler writes nothing more, and ends
             self.cycle.message_event.set()
+            self._tell_gone()
         self.transport.write(_whole(HttpError(400, "invalid_request_error", msg), "Bad Request"))
         self.transport.close()
 
@@ -126,6 +133,33 @@ class GuardedProtocol(H11Protocol):
         if self.transport is not None:
             self.transport.abort()
 
+    def hold(self) -> None:
+        """Keep what is written of the present answer until :meth:`release`: one packet for its head and body."""
+        if self._held is None:
+            self._held = self.cycle.transport = _Held(self.transport)  # type: ignore[assignment]
+
+    def release(self) -> None:
+        """Write what was held, if anything."""
+        if self._held is not None:
+            self._held.flush()
+            self._held, self.cycle.transport = None, self.transport
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part, not empty, of a body sent in chunks: the bytes that h11 would make of it, in less time."""
+        if not self.cycle.disconnected:
+            self.cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.release()
+
+    @property
+    def has_whole_request(self) -> bool:
+        """Whether the body of the present request has come."""
+        return not self.cycle.more_body
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the present request's answer would reach nobody."""
+        return self.cycle.disconnected
+
     @property
     def is_paused(self) -> bool:
         """Whether the client has left so much unread that the writer must wait."""
@@ -134,6 +168,10 @@ class GuardedProtocol(H11Protocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _tell_gone(self) -> None:
+        if self.on_gone is not None:
+            self.on_gone()
 
     def _arm(self) -> None:
         self._disarm()
@@ -155,6 +193,28 @@ class GuardedProtocol(H11Protocol):
                 told = f"no complete request head within {self.rules.head_timeout_s:g} s"
                 self.transport.write(_whole(HttpError(408, "timeout_error", told), "Request Timeout"))
         self.transport.close()
+
+
+class _Held:
+    """Stands in for a transport while the parts of an answer are put together."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def flush(self) -> None:
+        parts, self._parts = self._parts, []
+        self._transport.write(b"".join(parts))
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
 
 
 def guarded_by(rules: ConnectionRules) -> type[GuardedProtocol]:

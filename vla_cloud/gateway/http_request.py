@@ -237,6 +237,8 @@ def _image(part: _Part, place: str) -> ImagePart:
 
 
 def _require_neutral(raw: msgspec.Raw, neutral: tuple[str, ...], param: str) -> None:
+    if raw is _NULL:  # not given
+        return
     value = bytes(raw).translate(None, b" \t\r\n").decode(errors="replace")
     if value != "null" and value not in neutral:
         only = f"leave it out, or send {' or '.join(neutral)}" if neutral else "leave it out"

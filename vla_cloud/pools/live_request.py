@@ -84,6 +84,8 @@ class LiveRequest:
         rows, self._unread, self.unread_tokens = self._unread, [], 0
         if not rows:
             return None
+        if len(rows) == 1 and not rows[0].logprobs:  # nearly always
+            return TokenEvent(self.request.request_id, tuple(rows[0].tokens))
         return TokenEvent(
             self.request.request_id,
             tuple(token for row in rows for token in row.tokens),

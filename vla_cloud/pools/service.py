@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -168,17 +167,18 @@ class ServingService:
 
     def _feed(self, live: LiveRequest, event: life.Event) -> None:
         """An event, and all that follows from it at once."""
-        pending: deque[life.Event] = deque([event])
+        pending = [event]
         was_ended = live.life.is_ended
-        while pending:
-            event, attempt = pending.popleft(), live.life.attempt
-            now_ns = self._clock.monotonic_ns()
+        for event in pending:  # it grows meanwhile
+            attempt, now_ns = live.life.attempt, self._clock.monotonic_ns()
             actions = live.life.handle(event, now_ns)
             if live.trace is not None:
                 live.trace.saw(event, actions, now_ns)
             if live.life.attempt > attempt:
                 self._meter.retried(event)
             for action in actions:
+                if isinstance(action, life.Emit):
+                    continue  # the row itself is kept in worker_message, with its log-probabilities
                 answer = self._do(live, action)
                 if answer is not None:
                     pending.append(answer)
@@ -214,8 +214,6 @@ class ServingService:
                 self._unplace(live)
                 self.counters.add("served" if isinstance(action, life.End) else "failed")
                 live.end(action)
-            case life.Emit():
-                pass  # the row itself is kept in worker_message, with its log-probabilities
         return None
 
     def _place(self, live: LiveRequest, exclude: frozenset[str], prefer: str | None) -> life.Event:
