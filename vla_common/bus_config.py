@@ -11,6 +11,10 @@ Role = Literal["router", "peer"]
 LEASE_MS: Final = 400
 """A hung peer is noticed after about this long (7.8 s by default)."""
 
+MAX_MESSAGE_BYTES: Final = 32 * 1024 * 1024
+"""A router puts no larger message together from its fragments. Ours have 8 MiB at most, a raw 4K image of another node
+on a robot 25 MB; Zenoh's own bound is 1 GiB, for each of the samples that wait to be read."""
+
 _HOSTLESS_LINKS: Final = ("unixsock-stream", "unixpipe")
 _ENCRYPTED_LINKS: Final = ("tls", "quic")
 
@@ -66,6 +70,7 @@ def session_config(
     :func:`vla_common.link_security.join_settings`.
     """
     hosts = role == "router"
+    limits = {"transport/link/rx/max_message_size": MAX_MESSAGE_BYTES} if hosts else {}
     return {
         "mode": "router" if hosts else "peer" if isolated else "client",
         "listen/endpoints": [endpoint] if hosts else [],
@@ -81,5 +86,6 @@ def session_config(
         "transport/shared_memory/enabled": False,
         "transport/link/tx/lease": LEASE_MS,
         "transport/unicast/open_timeout": 1000,
+        **limits,
         **(more or {}),
     }

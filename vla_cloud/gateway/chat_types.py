@@ -187,11 +187,13 @@ class ChatLimits:
     """Bounds of what is taken. Characters, not bytes.
 
     Attributes:
+        max_parts: of all messages together.
         inline_chars: a longer conversation is tokenised in a thread.
         max_tokenising: conversations in, or waiting for, those threads; further ones are refused.
     """
 
     max_messages: int = 1024
+    max_parts: int = 4096
     max_chars: int = 2_000_000
     default_max_tokens: int = 1024
     inline_chars: int = 8192

@@ -74,8 +74,8 @@ class Doors:
                 source = StatusSource(metrics, self.chat.health, clock, lambda: self.chat.is_serving)
                 self._doors.append(StatusServer(config, clock, metrics, source, self.chat.clients))
             if gateway.grpc_listen or gateway.control_listen:
-                # Its core tells of every failed handshake, which any stranger can make it do; ours are counted.
-                os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+                # Its library logs a line for each malformed header and failed handshake: strangers could fill the log.
+                os.environ.setdefault("GRPC_VERBOSITY", "NONE")
                 from vla_cloud.gateway.grpc_server import GrpcServer
 
                 self._doors.append(GrpcServer(self.chat, gateway, clock, allow_remote=remote, metrics=metrics,

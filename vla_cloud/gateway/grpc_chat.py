@@ -10,7 +10,7 @@ import grpc.aio
 from vla_cloud.core.generate import InvalidRequest, QueueFull, RequestError
 from vla_cloud.gateway.chat import Chat
 from vla_cloud.gateway.chat_types import ChatRequest, Done, TextDelta
-from vla_cloud.gateway.grpc_convert import add_call, chat_request, chunk, done, logprob
+from vla_cloud.gateway.grpc_convert import add_call, chat_request, check_size, chunk, done, logprob
 from vla_cloud.gateway.grpc_errors import client_of, end_with
 from vla_cloud.gateway.metrics import GatewayMetrics
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
@@ -98,6 +98,7 @@ class ChatServicer:
             client = client_of(context, self._chat)
             if request is None:
                 raise InvalidRequest("the message is not a vla.v1.GenerateRequest")
+            check_size(request, self._chat.limits)
             left_s = context.time_remaining()
             deadline_ns = None if left_s is None else self._clock.monotonic_ns() + round(left_s * NS_PER_S)
             asked = chat_request(request, deadline_ns, client)

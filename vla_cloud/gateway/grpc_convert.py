@@ -9,6 +9,7 @@ from vla_cloud.core.client import Client
 from vla_cloud.core.generate import InvalidRequest, Priority
 from vla_cloud.gateway.chat_types import (
     AnswerEvent,
+    ChatLimits,
     ChatRequest,
     Done,
     ImagePart,
@@ -30,6 +31,20 @@ _PRIORITIES = {
 _REASONS = {
     "stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH, "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
 }  # fmt: skip
+
+
+def check_size(message: pb.GenerateRequest, limits: ChatLimits) -> None:
+    """Refuse what would take long to convert, before it is: four million bytes hold two million empty messages.
+
+    Raises:
+        InvalidRequest: too many messages or parts.
+    """
+    if len(message.messages) > limits.max_messages:
+        told = f"a conversation has 1 to {limits.max_messages} messages, got {len(message.messages)}"
+        raise InvalidRequest(told)
+    parts = sum(len(one.parts) for one in message.messages)
+    if parts > limits.max_parts:
+        raise InvalidRequest(f"the messages have {parts} parts, at most {limits.max_parts} are taken")
 
 
 def chat_request(

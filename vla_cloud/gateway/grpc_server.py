@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -27,6 +27,14 @@ from vla_common.clock import Clock
 from vla_common.tls import ServerTls
 
 LOG = logging.getLogger(__name__)
+
+
+def _is_fault(record: logging.LogRecord) -> bool:
+    """False for what grpc.aio says, with a traceback, of each client that has gone or sends odd headers."""
+    return not record.getMessage().startswith(("ExecuteBatchError raised in core", "Invalid encoding on "))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_fault)
 
 CHAT: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Chat"]
 CONTROL: ServiceDescriptor = pb.DESCRIPTOR.services_by_name["Control"]
@@ -162,6 +170,7 @@ def _options(rules: GrpcRules) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", rules.max_message_bytes),
         ("grpc.max_metadata_size", rules.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", rules.max_metadata_bytes),
+        ("grpc.max_allowed_incoming_connections", rules.max_connections),
         ("grpc.max_concurrent_streams", rules.max_streams),
         ("grpc.keepalive_time_ms", ms(rules.keepalive_s)),
         ("grpc.keepalive_timeout_ms", ms(rules.keepalive_timeout_s)),
@@ -175,13 +184,28 @@ def _options(rules: GrpcRules) -> list[tuple[str, int]]:
 
 
 def _handlers(service: ServiceDescriptor, servicer: object) -> Mapping[str, grpc.RpcMethodHandler]:
-    """Handlers of a service by the descriptor, as generated code makes them, but None for unreadable messages."""
+    """Handlers of a service by the descriptor: None for unreadable messages, and for none at all.
+
+    They take a stream of messages of which the first is read: as unary ones, grpc.aio never ends a call whose client
+    ends its half before a message is complete.
+    """
     result: dict[str, Any] = {}
     for method in service.methods:
-        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        streams = method.server_streaming
+        make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
         read, write = _reader(GetMessageClass(method.input_type)), GetMessageClass(method.output_type).SerializeToString
-        result[method.name] = make(getattr(servicer, method.name), request_deserializer=read, response_serializer=write)
+        answer = _with_first(getattr(servicer, method.name))
+        result[method.name] = make(answer, request_deserializer=read, response_serializer=write)
     return result
+
+
+def _with_first(answer: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def answer_first(requests: AsyncIterator[Message | None], context: grpc.aio.ServicerContext) -> Any:
+        async for request in requests:
+            return await answer(request, context)
+        return await answer(None, context)
+
+    return answer_first
 
 
 def _reader(message: type[Message]) -> Callable[[bytes], Message | None]:

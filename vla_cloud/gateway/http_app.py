@@ -61,6 +61,13 @@ class HttpApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            # Where it ends is told in two ways; a proxy in front may have believed the other (RFC 9112, 6.1).
+            told = "content-length and transfer-encoding exclude each other: send one"
+            exchange = Exchange(scope, receive, send, self._rules)
+            exchange.connection.rules.counts.add("malformed")
+            await exchange.fail(HttpError(400, "invalid_request_error", told, closes=True))
+            return
         if self._only_loopback:
             exchange = Exchange(scope, receive, send, self._rules)
             host = exchange.headers.get(b"host", b"").decode("latin-1")

@@ -71,8 +71,9 @@ class ChatEndpoint:
             raise HttpError(415, "invalid_request_error", "the content-type must be application/json")
         if b"content-encoding" in exchange.headers:
             raise HttpError(415, "invalid_request_error", "content-encoding is not supported: send plain JSON")
-        chat = self._chat
-        return parse(await exchange.body(), request_id, chat.limits.max_messages, client=client, can_see=chat.can_see)
+        chat, limits = self._chat, self._chat.limits
+        body = await exchange.body()
+        return parse(body, request_id, limits.max_messages, limits.max_parts, client=client, can_see=chat.can_see)
 
     async def _answer(self, exchange: Exchange, question: Question) -> None:
         request = question.request

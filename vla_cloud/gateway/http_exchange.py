@@ -35,7 +35,7 @@ class Exchange:
         """Of an HTTP scope made by :class:`GuardedProtocol`."""
         self._receive, self._send, self._rules = receive, send, rules
         self.headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
-        self._connection: GuardedProtocol = scope["state"][CONNECTION]
+        self.connection: GuardedProtocol = scope["state"][CONNECTION]
         self._is_1_1, self._is_chunked = scope.get("http_version") == "1.1" and scope.get("method") != "HEAD", False
         self.has_begun = False
         """Whether the status has been sent."""
@@ -49,7 +49,7 @@ class Exchange:
         length = self.headers.get(b"content-length", b"0")
         if len(length) > 15 or int(length) > self._rules.max_body_bytes:  # h11 has checked that these are digits
             raise self._too_large()
-        if self._connection.has_whole_request:
+        if self.connection.has_whole_request:
             return await self._read()  # nothing to wait for, nor to time
         try:
             return await asyncio.wait_for(self._read(), self._rules.body_timeout_s)
@@ -60,7 +60,7 @@ class Exchange:
     async def begin(self, status: int, content_type: str, *headers: tuple[str, str]) -> None:
         """The status and headers; they are sent with the first :meth:`write`, which must follow at once."""
         self.has_begun = True
-        self._connection.hold()
+        self.connection.hold()
         self._is_chunked = self._is_1_1 and all(name != "content-length" for name, _ in headers)  # so does h11
         pairs = [("content-type", content_type), ("x-content-type-options", "nosniff"), *headers]
         raw = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in pairs]
@@ -70,24 +70,24 @@ class Exchange:
         """Send a part of the answer; waits while the client has too much unread.
 
         Raises:
-            ClientGone: it has taken nothing for too long and was cut off.
+            ClientGone: it has taken nothing for too long and was cut off, or it left while it was waited for.
         """
-        if self._connection.is_paused:
+        if self.connection.is_paused:
             try:
-                await asyncio.wait_for(self._connection.flow.drain(), self._rules.stall_timeout_s)
+                await asyncio.wait_for(self.connection.flow.drain(), self._rules.stall_timeout_s)
             except asyncio.TimeoutError:
-                self._connection.rules.counts.add("evicted")
-                self._connection.evict()
+                self.connection.rules.counts.add("evicted")
+                self.connection.evict()
                 raise ClientGone("it does not read") from None
-            if self._connection.is_gone:  # before Python 3.12, wait_for may swallow a cancellation of this moment
+            if self.connection.is_gone:  # before Python 3.12, wait_for may swallow a cancellation of this moment
                 raise ClientGone("it has closed the connection")
         if not more:
-            self._connection.hold()  # the body's end goes with it
+            self.connection.hold()  # the body's end goes with it
         elif data and self._is_chunked:
-            self._connection.write_chunk(data)
+            self.connection.write_chunk(data)
             return
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        self._connection.release()
+        self.connection.release()
 
     async def answer(self, status: int, content_type: str, body: bytes, *headers: tuple[str, str]) -> None:
         """A whole answer."""
@@ -105,7 +105,7 @@ class Exchange:
         Raises:
             ClientGone: it left. Whatever ``work`` raises.
         """
-        connection = self._connection
+        connection = self.connection
         if connection.is_gone:
             work.close()
             raise ClientGone("it has closed the connection")
@@ -120,18 +120,23 @@ class Exchange:
             raise ClientGone("it has closed the connection") from None
         finally:
             connection.on_gone = None
+            del task  # else its error, this frame and it would keep each other, and all that they know, alive
 
     async def _read(self) -> bytes:
         body = bytearray()
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone("it left before its request was complete")
-            body += message.get("body", b"")
-            if len(body) > self._rules.max_body_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return bytes(body)
+        try:
+            while True:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("it left before its request was complete")
+                body += message.get("body", b"")
+                if len(body) > self._rules.max_body_bytes:
+                    raise self._too_large()
+                if not message.get("more_body", False):
+                    return bytes(body)
+        except BaseException:
+            body.clear()  # wait_for makes a cycle of the error and this frame, which a collection ends some time later
+            raise
 
     def _too_large(self) -> HttpError:
         # The connection stays, and the rest of the body is read and dropped for as long as a head may take: closed at

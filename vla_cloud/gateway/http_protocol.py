@@ -22,6 +22,8 @@ from vla_common.metrics import Counters
 CONNECTION: Final = "vla.connection"
 """Key of the :class:`GuardedProtocol` in an ASGI scope's state."""
 
+_EVENTS: Final = ("opened", "refused", "timed_out", "evicted", "malformed", "oversized")
+
 
 @dataclass(frozen=True)
 class ConnectionRules:
@@ -31,19 +33,25 @@ class ConnectionRules:
         head_timeout_s: to send a request's head, from the opening of the connection or the end of the last answer.
         write_buffer_bytes: of an answer, kept for a client that does not read; beyond that the writer waits.
         send_buffer_bytes: the same, in the kernel.
+        drop_bytes: of a body that was answered before it was complete, read so that the answer arrives; beyond that the
+            connection is cut.
+        read_bytes: taken from a connection at a time: parsing a chunk of one byte costs 20 us, and others wait.
     """
 
     max_connections: int
     head_timeout_s: float
     write_buffer_bytes: int = 65_536
     send_buffer_bytes: int = 131_072
-    counts: Counters = field(default_factory=lambda: Counters("opened", "refused", "timed_out", "evicted", "malformed"))
+    drop_bytes: int = 4_194_304
+    read_bytes: int = 16_384
+    counts: Counters = field(default_factory=lambda: Counters(*_EVENTS))
 
 
-class GuardedProtocol(H11Protocol):
+class GuardedProtocol(H11Protocol, asyncio.BufferedProtocol):
     """Made by uvicorn, which gets the rules as ``rules`` of a subclass: see :func:`guarded_by`."""
 
     rules: ConnectionRules
+    read_buffer: memoryview  # of all connections: what is in it is taken out before another one is read
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As uvicorn's."""
@@ -54,8 +62,9 @@ class GuardedProtocol(H11Protocol):
         self._held: _Held | None = None
         self.on_gone: Callable[[], object] | None = None
         """Called when nothing can be answered any more, while it is set."""
+        self._dropped_bytes = 0
 
-    # asyncio.Protocol
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Serve it, or refuse it if there are too many."""
@@ -83,6 +92,14 @@ class GuardedProtocol(H11Protocol):
             super().connection_lost(exc)
             self._tell_gone()
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return self.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """They are there."""
+        self.data_received(bytes(self.read_buffer[:nbytes]))
+
     def data_received(self, data: bytes) -> None:
         """Bytes of a request."""
         if self._is_refused or self.transport.is_closing():
@@ -91,6 +108,12 @@ class GuardedProtocol(H11Protocol):
             # Pipelining: reading would have to pause, and a client that leaves would not be seen.
             self.evict()
             return
+        if not self._is_answering and self.conn.their_state is h11.SEND_BODY:
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes > self.rules.drop_bytes:
+                self.rules.counts.add("oversized")
+                self.evict()
+                return
         super().data_received(data)
         if self._is_answering:
             self._disarm()
@@ -101,6 +124,7 @@ class GuardedProtocol(H11Protocol):
         """The next request's head is due, and so is the reading of this answer."""
         self.release()
         self._disarm()
+        self._dropped_bytes = 0
         if not self.transport.is_closing():
             super().on_response_complete()
         if not self._is_answering:
@@ -120,7 +144,10 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
     def shutdown(self) -> None:
-        """The server ends: after the answer under way, if there is one."""
+        """The server ends: after the answer under way, if there is one. A question that is not complete gets none."""
+        if self._is_answering and self.cycle.more_body:
+            self.evict()
+            return
         try:
             super().shutdown()
         except h11.LocalProtocolError:
@@ -219,7 +246,7 @@ class _Held:
 
 def guarded_by(rules: ConnectionRules) -> type[GuardedProtocol]:
     """The protocol class for one server."""
-    return type("Guarded", (GuardedProtocol,), {"rules": rules})
+    return type("Guarded", (GuardedProtocol,), {"rules": rules, "read_buffer": memoryview(bytearray(rules.read_bytes))})
 
 
 def _whole(error: HttpError, phrase: str) -> bytes:

@@ -125,9 +125,10 @@ _IMAGE_DECODER: Final = msgspec.json.Decoder(_ImageUrl)
 
 
 def parse(
-    body: bytes, request_id: str, max_messages: int, *, client: Client | None = None, can_see: bool = False
-) -> Question:
-    """Check and translate.
+    body: bytes, request_id: str, max_messages: int, max_parts: int = 4096, *, client: Client | None = None,
+    can_see: bool = False,
+) -> Question:  # fmt: skip
+    """Check and translate. ``max_parts``: of all messages together.
 
     ``client``: who asks. ``can_see``: whether there is a model that takes images, which are not looked into here.
 
@@ -145,6 +146,9 @@ def parse(
     if not 1 <= len(given.messages) <= max_messages:
         told = f"messages has {len(given.messages)} entries, 1 to {max_messages} are taken"
         raise bad_request(told, "messages")
+    parts = sum(len(message.content) for message in given.messages if isinstance(message.content, list))
+    if parts > max_parts:
+        raise bad_request(f"messages have {parts} parts, at most {max_parts} are taken", "messages")
     if given.top_logprobs and not given.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     messages = tuple(_message(message, f"messages[{index}]", can_see) for index, message in enumerate(given.messages))

@@ -61,6 +61,7 @@ class GrpcRules:
 
     max_message_bytes: int = 4_194_304
     max_metadata_bytes: int = 16_384
+    max_connections: int = 512
     max_rpcs: int = 2048
     max_streams: int = 512
     slow_reader_s: float = 10.0
@@ -72,7 +73,7 @@ class GrpcRules:
 
     def __post_init__(self) -> None:
         """Refuse values that would serve nobody."""
-        for name in ("max_message_bytes", "max_metadata_bytes", "max_rpcs", "max_streams"):
+        for name in ("max_message_bytes", "max_metadata_bytes", "max_connections", "max_rpcs", "max_streams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("slow_reader_s", "keepalive_s", "keepalive_timeout_s", "min_ping_s", "connection_age_s",

@@ -16,6 +16,9 @@ from vla_cloud.pools.events import TokenEvent
 from vla_cloud.pools.messages import Ready, Reserved, TokenRow, Work
 
 NS_PER_S = 1_000_000_000
+MAX_EVENT_TOKENS = 64
+"""Of one event: what gathered while a client did not read comes in pieces that neither fill its connection's buffer at
+once (1.5 kB a token with log-probabilities) nor hold up the event loop, and that fit a message."""
 
 
 class LiveRequest:
@@ -80,8 +83,16 @@ class LiveRequest:
         self.wake.set()
 
     def take(self) -> TokenEvent | None:
-        """All that is unread."""
-        rows, self._unread, self.unread_tokens = self._unread, [], 0
+        """The oldest of what is unread, in pieces of MAX_EVENT_TOKENS: ``wake`` is set again while there is more."""
+        count = tokens = 0
+        for row in self._unread:
+            if count and tokens + len(row.tokens) > MAX_EVENT_TOKENS:
+                self.wake.set()
+                break
+            count, tokens = count + 1, tokens + len(row.tokens)
+        rows = self._unread[:count]
+        del self._unread[:count]
+        self.unread_tokens -= tokens
         if not rows:
             return None
         if len(rows) == 1 and not rows[0].logprobs:  # nearly always

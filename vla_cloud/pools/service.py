@@ -74,6 +74,8 @@ class ServingService:
                 outcome, event = live.outcome, live.take()
                 if event is not None:
                     yield event
+                if live.unread_tokens:
+                    continue
                 if isinstance(outcome, life.End):
                     yield self._finished(live, outcome)
                     return
