@@ -27,13 +27,10 @@ from router_parts.cluster import Rules, replay
 
 from vla_cloud.core.router.settings import PlacementConfig
 
-GUARD_S = 26.0
-"""Imbalance at which load decides alone, in seconds of prefill: 8192 tokens of the default config's CPU workers."""
 
-
-def configs(rules: Rules) -> dict[str, PlacementConfig]:
-    """The router as it is by default, with its guard at the speed of these machines, and what it is compared with."""
-    ours = PlacementConfig(imbalance_tokens=round(GUARD_S * rules.prefill_tokens_s))
+def configs() -> dict[str, PlacementConfig]:
+    """The router as it is by default, and what it is compared with."""
+    ours = PlacementConfig()
     return {
         "ours (cost)": ours,
         "least load": replace(ours, scorer="least_load"),
@@ -107,7 +104,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )  # fmt: skip
         found["replay"] = {
             "trace": told, "requests": len(requests), "most_reuse": trace.most_reuse(requests),
-            **replay(requests, rules, configs(rules)),
+            **replay(requests, rules, configs()),
         }  # fmt: skip
     return found
 

@@ -32,7 +32,7 @@ def requests(count: int = 120) -> list[trace.Request]:
 def test_no_router_beats_one_endless_cache_and_ours_comes_nearer_than_the_others() -> None:
     given = requests()
     most = trace.most_reuse(given)
-    runs = {name: Cluster(SMALL, config).run(given) for name, config in router.configs(SMALL).items()}
+    runs = {name: Cluster(SMALL, config).run(given) for name, config in router.configs().items()}
     ours, least, robin = runs["ours (cost)"], runs["least load"], runs["round robin"]
     assert most >= ours["reuse_blocks"] > max(least["reuse_blocks"], robin["reuse_blocks"]) + 0.1
     assert all(run["requests"] == 120 and run["prefill_max_to_mean"] >= 1 for run in runs.values())

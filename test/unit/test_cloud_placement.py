@@ -316,3 +316,53 @@ def test_a_worker_that_is_gone_is_out_of_the_index_at_once() -> None:
     placement.add("p1", "prefill", 100)  # another process: numbers begin at 0
     assert placement.index.match(hashes) == {} and not placement.take_events("p1", 0, events(0, hashes[:3]))
     assert placement.index.match(hashes) == {"p1": 3}
+
+
+def computed(placement: Placement, clock: ManualClock, prompts: int, tokens: int, seconds: float) -> None:
+    """So many prompts, one after another, on each P in turn."""
+    for i in range(prompts):
+        choose(placement, f"speed {i}", prompt(1000 + i, tokens))
+        clock.advance_ns(round(seconds * NS_PER_S))
+        placement.prefill_done(f"speed {i}", 0)
+        placement.release(f"speed {i}", 0)
+
+
+def test_the_imbalance_that_decides_grows_with_the_speed_of_the_workers() -> None:
+    def second_choice(seconds: float) -> bool:
+        """Whether the same prompt goes to the P that has it, beside 3,000 tokens of load there."""
+        clock = ManualClock()
+        placement = pools(decodes=1, clock=clock, imbalance_tokens=1000, imbalance_s=10.0)
+        computed(placement, clock, 10, 500, seconds)
+        assert placement._speed.tokens_s == pytest.approx(500 / seconds)
+        first = choose(placement, "a", prompt(1, 3000))
+        return choose(placement, "b", prompt(1, 3000)).prefill == first.prefill
+
+    assert second_choice(1.0)  # 500 tokens/s: 5,000 may differ
+    assert not second_choice(10.0)  # 50 tokens/s: 500 would, but 1,000 are the least
+
+
+def test_the_speed_is_that_of_busy_workers_and_of_prompts_that_were_done() -> None:
+    clock = ManualClock()
+    placement = pools(prefills=1, decodes=1, clock=clock)
+    for round_ in range(5):
+        clock.advance_ns(100 * NS_PER_S)  # nobody works
+        for name in "abc":
+            choose(placement, f"{name}{round_}", prompt(ord(name) + 10 * round_, 400))
+        clock.advance_ns(NS_PER_S)
+        placement.release(f"a{round_}", 0)  # given up: its time belongs to nobody
+        for name in "bc":
+            clock.advance_ns(2 * NS_PER_S)
+            placement.prefill_done(f"{name}{round_}", 0)
+            placement.release(f"{name}{round_}", 0)
+    assert placement._speed.tokens_s == pytest.approx(200.0)
+
+
+def test_before_enough_prompts_were_done_no_speed_is_known() -> None:
+    clock = ManualClock()
+    placement = pools(prefills=1, decodes=1, clock=clock)
+    computed(placement, clock, 7, 100, 1.0)
+    assert placement._speed.tokens_s == 0.0
+    computed(placement, clock, 1, 100, 1.0)
+    assert placement._speed.tokens_s > 0.0
+    placement.remove("p0")
+    placement.prefill_done("gone", 0)

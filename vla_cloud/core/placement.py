@@ -2,8 +2,8 @@
 
 A rule in three steps, for P and D alike, among the workers that are eligible:
 
-1. imbalance first: if the loads differ by more than ``imbalance_tokens`` and by more than the factor
-   ``imbalance_ratio``, the least loaded;
+1. imbalance first: if the loads differ by more than ``imbalance_tokens``, or ``imbalance_s`` of computing prompts if
+   that is more, and by more than the factor ``imbalance_ratio``, the least loaded;
 2. else the worker that served this session last;
 3. else the scorer (``vla_cloud.core.router.scoring``): by default the least sum of load and tokens to compute, where
    a common beginning shorter than ``min_affinity_tokens`` does not count.
@@ -27,6 +27,7 @@ from typing import Final
 from vla_cloud.core.block_pool import BLOCK_TOKENS
 from vla_cloud.core.router.chooser import STAGE_COUNTS, Chooser, WorkerState
 from vla_cloud.core.router.event_feed import EventFeed
+from vla_cloud.core.router.prefill_speed import PrefillSpeed
 from vla_cloud.core.router.prefix_index import KvRow, PrefixIndex
 from vla_cloud.core.router.prompt_hashes import PromptHashes
 from vla_cloud.core.router.sessions import Sessions, session_key
@@ -100,6 +101,7 @@ class Placement:
         self._workers: dict[str, WorkerState] = {}
         self._chooser = Chooser(config, rng or random.Random(0), self.counters, self._workers, block_tokens)
         self._placed: dict[tuple[str, int], _Placed] = {}
+        self._speed = PrefillSpeed()
 
     @property
     def can_serve(self) -> bool:
@@ -125,6 +127,7 @@ class Placement:
         """It is gone, and with it everything it had cached, and the load that was counted there."""
         self._workers.pop(worker, None)
         self._feed.remove(worker)
+        self._speed.remove(worker)
         for placed in self._placed.values():
             if worker == placed.choice.prefill:
                 placed.prefill_tokens = 0
@@ -182,6 +185,8 @@ class Placement:
         """:meth:`choose` for a prompt whose blocks are hashed."""
         now_ns = self._clock.monotonic_ns()
         self.index.expire(now_ns)
+        config = self._config
+        self._chooser.guard_tokens = max(config.imbalance_tokens, round(config.imbalance_s * self._speed.tokens_s))
         decodes = self._eligible(("decode", "both"), demand.exclude)
         prefills = self._eligible(("prefill",), demand.exclude)
         matched = self.index.match(demand.hashes) if decodes else {}
@@ -198,6 +203,7 @@ class Placement:
             prefill_tokens = max(1, demand.prompt_tokens - cached * self._block_tokens)
             self.counters.add("prefill_cached_tokens", min(demand.prompt_tokens, cached * self._block_tokens))
             self._count(prefill, prefill_tokens, demand.prompt_tokens)
+            self._speed.begun(prefill, now_ns)
         decode_tokens = demand.prompt_tokens + min(demand.answer_tokens, self._config.expected_answer_tokens)
         self._count(decode, decode_tokens, decode_tokens)
         self._expect((prefill, decode), demand.hashes, matched, now_ns)
@@ -213,11 +219,20 @@ class Placement:
         return choice
 
     def prefill_done(self, request_id: str, attempt: int) -> None:
-        """P's part is over. Idempotent."""
+        """P has computed the prompt. Idempotent."""
+        self._prefill_over(request_id, attempt, True)
+
+    def _prefill_over(self, request_id: str, attempt: int, is_done: bool) -> None:
         placed = self._placed.get((request_id, attempt))
-        if placed is not None and placed.choice.prefill is not None and placed.prefill_tokens:
-            self._count(placed.choice.prefill, -placed.prefill_tokens, -placed.prompt_tokens)
-            placed.prefill_tokens = 0
+        if placed is None or placed.choice.prefill is None or not placed.prefill_tokens:
+            return
+        worker, now_ns = placed.choice.prefill, self._clock.monotonic_ns()
+        if is_done:
+            self._speed.done(worker, placed.prefill_tokens, now_ns)
+        else:
+            self._speed.given_up(worker, now_ns)
+        self._count(worker, -placed.prefill_tokens, -placed.prompt_tokens)
+        placed.prefill_tokens = 0
 
     def finished(self, request_id: str, attempt: int, tokens: bytes) -> None:
         """The attempt ended well: D holds prompt and answer (``tokens``, as in :meth:`choose`), for a next turn."""
@@ -229,7 +244,7 @@ class Placement:
 
     def release(self, request_id: str, attempt: int) -> None:
         """The attempt is over, however it ended. Idempotent."""
-        self.prefill_done(request_id, attempt)
+        self._prefill_over(request_id, attempt, False)
         placed = self._placed.pop((request_id, attempt), None)
         if placed is not None:
             self._count(placed.choice.decode, -placed.decode_tokens, -placed.decode_tokens)

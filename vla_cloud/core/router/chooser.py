@@ -40,6 +40,8 @@ class Chooser:
         self._block_tokens = block_tokens
         self._weight = config.tier_weights.get(Tier.DEVICE, 1.0)
         self._turn = 0
+        self.guard_tokens = config.imbalance_tokens
+        """Difference of loads above which load decides alone."""
 
     def pick(
         self, stage: str, names: Sequence[str], matched: Mapping[str, int], prompt_tokens: int, last: str | None,
@@ -55,7 +57,7 @@ class Chooser:
         config, scorer = self._config, self._scorer
         if len(names) == 1:
             path, at = "only", 0
-        elif scorer.guarded and is_unbalanced(candidates, config.imbalance_tokens, config.imbalance_ratio):
+        elif scorer.guarded and is_unbalanced(candidates, self.guard_tokens, config.imbalance_ratio):
             path, at = "imbalance", least_loaded(candidates)
         elif last in names:
             path, at = "session", names.index(last)

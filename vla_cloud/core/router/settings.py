@@ -21,6 +21,8 @@ class PlacementConfig:
         scorer: how a worker is chosen; see ``vla_cloud.core.router.scoring``.
         min_affinity_tokens: a shorter common beginning does not count.
         imbalance_tokens, imbalance_ratio: if loads differ by more than both, load decides alone.
+        imbalance_s: instead of ``imbalance_tokens`` where it is more, at the speed at which prompts are seen to be
+            computed.
         skip_transfer_tokens: a prompt with at most so many tokens unseen by some decode worker is computed there,
             without P and transfer; 0: never.
         prefill_weight: cost of a token to compute, against one that is counted as load.
@@ -37,6 +39,7 @@ class PlacementConfig:
     scorer: Literal["cost", "least_load", "round_robin"] = "cost"
     min_affinity_tokens: int = 64
     imbalance_tokens: int = 8192
+    imbalance_s: float = 26.0
     imbalance_ratio: float = 1.5
     skip_transfer_tokens: int = 0
     prefill_weight: float = 3.0
@@ -52,7 +55,7 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
-        for name in ("min_affinity_tokens", "imbalance_tokens", "skip_transfer_tokens", "prefill_weight",
+        for name in ("min_affinity_tokens", "imbalance_tokens", "imbalance_s", "skip_transfer_tokens", "prefill_weight",
                      "transfer_weight", "temperature_tokens", "expected_answer_tokens", "unconfirmed_s", "session_s",
                      "max_prefix_tokens"):  # fmt: skip
             if not getattr(self, name) >= 0:
