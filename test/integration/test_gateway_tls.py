@@ -117,9 +117,11 @@ def test_http_says_on_both_sides_what_is_wrong(keys, tokenizer, capsys, caplog):
                 for _ in range(3):
                     code, printed = await talk(capsys, server, *options)
                     assert code == chat_main.EXIT_FAILED and at_client in printed and "Traceback" not in printed
+                await until(lambda what=at_server: told(caplog, what))  # the server may hear of it after the client
                 assert len(told(caplog, at_server)) == 1, "once"
             code, printed = await talk(capsys, server, scheme="http")
             assert code == chat_main.EXIT_FAILED and "https://" in printed
+            await until(lambda: told(caplog, "a client spoke plain HTTP"))
             assert len(told(caplog, "a client spoke plain HTTP")) == 1
             # It lives on.
             assert await talk(capsys, server, "--ca", keys.ca, *own) == (0, "Hello\n")

@@ -84,6 +84,12 @@ DESCRIPTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ros.image_transport": ("compressed (sensor_msgs/CompressedImage) or raw (sensor_msgs/Image)",),
     "ros.jpeg_quality": ("Of raw images on their way to the cloud", 1, 100),
     "ros.observation_hz": ("Observations go up to the cloud at most so often, Hz", 0.1, 100.0),
+    "tracing.sample": ("Share of observations that are traced, as in cloud.yaml; 0: none", 0.0, 1.0),
+    "tracing.export": ("file or otlp (OpenTelemetry collector)",),
+    "tracing.folder": ("Folder of the span files, read by 'vla trace'",),
+    "tracing.endpoint": ("Of the collector, OTLP over HTTP",),
+    "tracing.max_file_mb": ("Then a process goes on in a new span file, MB", 0.1, 100000.0),
+    "tracing.queue": ("Spans that wait to be exported", 1, 1000000),
     "ros.remap": ("Remapping rules from:=to for all processes of the edge",),
 }
 
