@@ -1,7 +1,12 @@
-"""Which tests share the machine: those that watch real clocks or drive whole robots run alone, one after another."""
+"""Which tests share the machine: those that watch real clocks or drive whole robots run alone, one after another.
+
+And what no test leaves to the next: a log that goes to a captured stream which is closed by then.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,3 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(here).as_posix().startswith(ALONE):
             item.add_marker(pytest.mark.alone)
+
+
+@pytest.fixture(autouse=True)
+def _log_is_left_as_it_was() -> Iterator[None]:
+    """A main function that is called in a test sends the log of the process to that test's standard error."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler:  # pytest's own are of other classes
+            root.removeHandler(handler)
+    root.setLevel(level)
