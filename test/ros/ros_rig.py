@@ -46,6 +46,7 @@ from vla_edge.adapters.ros_bus import open_ros_bus
 
 NOMINAL, COASTING, BRAKING, HOLDING = range(4)
 JOINTS = len(LIMITS)
+_SETTLE_S = 0.3
 __all__ = ["BRAKING", "COASTING", "HOLDING", "INSTRUCTION", "LIMITS", "NOMINAL", "GoalStatus", "RosRig", "alive",
            "own_children", "rclpy"]
 
@@ -65,6 +66,7 @@ class RosRig:
         self.direction, self.cloud_answers = np.zeros(DIM, np.float32), True
         self.observations: list[object] = []
         self.statuses: list[object] = []
+        self._clients: dict[str, object] = {}
         self.diagnostics: dict[str, object] = {}
         self.feedback: list[object] = []
         self.log, self.command_log = folder / "node.log", folder / "commands.bin"
@@ -162,14 +164,17 @@ class RosRig:
     # ------------------------------------------------------------------ the operator
 
     def call(self, kind: object, name: str, request: object, timeout_s: float = 15.0) -> object:
-        client = self.node.create_client(kind, name)
-        try:
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = self.node.create_client(kind, name)
             self.wait(client.service_is_ready, 20.0, f"service {name}")
-            future = client.call_async(request)
-            self.wait(future.done, timeout_s, f"answer of {name}")
-            return future.result()
-        finally:
-            self.node.destroy_client(client)
+            # The server learns of us a moment later, and Fast DDS drops an answer for which it knows no reader.
+            settled_ns = CLOCK.monotonic_ns() + round(_SETTLE_S * 1e9)
+            self.wait(lambda: CLOCK.monotonic_ns() >= settled_ns, 20.0, "some time")
+        self.wait(client.service_is_ready, 20.0, f"service {name}")
+        future = client.call_async(request)
+        self.wait(future.done, timeout_s, f"answer of {name}")
+        return future.result()
 
     def change(self, transition: str) -> bool:
         number = getattr(Transition, f"TRANSITION_{transition.upper()}")
