@@ -14,7 +14,7 @@ import pytest
 ALONE = (
     "fault", "ros", "integration/test_cloud_process.py", "integration/test_serving_benchmark.py",
     "integration/test_gateway_benchmark.py", "integration/test_record_command.py",
-    "integration/serving/test_serving_robots.py",
+    "integration/serving/test_serving_robots.py", "integration/serving/test_greedy_equality.py",
 )  # fmt: skip
 """Folders and files. ``tools/run_tests.py`` runs all others first, two at a time."""
 

@@ -186,7 +186,12 @@ def test_ros_itself_reads_and_writes_the_same_topics():
         payload = next(b for _, b in found if b).payload
         assert wire.decode("sensor_msgs/JointState", payload).position.tolist() == [1.5]
         # What tools show: the table's reliability and depth.
-        info, = node.get_publishers_info_by_topic(f"/lab/{ROBOT}/instruction")
+        def shown():
+            return node.get_publishers_info_by_topic(f"/lab/{ROBOT}/instruction")
+
+        # A publisher is known by its data before the graph's own topic has brought the name of its node.
+        assert until(lambda: [one.node_name for one in shown()] == ["one"])
+        info, = shown()
         assert info.qos_profile.reliability.name == "RELIABLE" and info.node_name == "one"
     node.destroy_node()
     context.try_shutdown()
