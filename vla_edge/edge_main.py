@@ -12,12 +12,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import vla_edge
-from vla_common.clock import NS_PER_S, Clock, SystemClock
+from vla_common.backoff import Backoff
+from vla_common.clock import Clock, SystemClock
 from vla_common.config import ConfigError
 from vla_common.logging_setup import add_log_argument, setup_logging
 from vla_common.manifest import ManifestError, load_manifest
@@ -47,30 +47,6 @@ _HUNG: Final = {
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
-@dataclass
-class Restart:
-    """When a process that ended is started again: later each time, at once again after it ran for a while."""
-
-    minimum_s: float
-    maximum_s: float
-    reset_s: float
-    delay_s: float = 0.0
-    started_ns: int = 0
-    due_ns: int | None = None
-
-    def started(self, now_ns: int) -> None:
-        """The process was started."""
-        self.started_ns, self.due_ns = now_ns, None
-
-    def ended(self, now_ns: int) -> float:
-        """The process ended; returns the delay until its next start, seconds."""
-        lived_s = (now_ns - self.started_ns) / NS_PER_S
-        doubled_s = min(max(2.0 * self.delay_s, self.minimum_s), self.maximum_s)
-        self.delay_s = self.minimum_s if lived_s >= self.reset_s else doubled_s
-        self.due_ns = now_ns + round(self.delay_s * NS_PER_S)
-        return self.delay_s
-
-
 class Supervisor:
     """Starts and watches the processes of one edge."""
 
@@ -83,7 +59,7 @@ class Supervisor:
         self._ticks = TickWatch(rules.motor_hang_s, clock.monotonic_ns())
         self._is_late_start_told = False
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._restarts = {name: Restart(rules.backoff_min_s, rules.backoff_max_s, rules.backoff_reset_s)
+        self._restarts = {name: Backoff(rules.backoff_min_s, rules.backoff_max_s, rules.backoff_reset_s)
                           for name in names}
 
     def start(self, name: str) -> None:

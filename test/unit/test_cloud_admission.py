@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vla_cloud.core.admission import Admission, AdmissionConfig
-from vla_cloud.core.backoff import Backoff
 from vla_cloud.core.generate import Priority
+from vla_common.backoff import Backoff
 
 S = 1_000_000_000
 HIGH, NORMAL, LOW = Priority.HIGH, Priority.NORMAL, Priority.LOW

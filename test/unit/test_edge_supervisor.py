@@ -10,17 +10,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fault"))
 
 from edge_rig import ROBOT_FILE, make_model
 
+from vla_common.backoff import Backoff
 from vla_common.config import ConfigError
 from vla_common.manifest import FileChanged, ManifestMissing, ModelMismatch
 from vla_common.zenoh_session import BusError
 from vla_edge import edge_main
-from vla_edge.edge_main import Restart, check, main, parse
+from vla_edge.edge_main import check, main, parse
 
 NS = 1_000_000_000
 
 
 def test_restarts_come_later_each_time_and_soon_again_after_a_good_run():
-    restart = Restart(0.1, 2.0, 10.0)
+    restart = Backoff(0.1, 2.0, 10.0)
     now_ns, delays = 0, []
     for _ in range(7):
         restart.started(now_ns)

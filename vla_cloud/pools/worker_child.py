@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vla_cloud.config import WorkerRules
-from vla_cloud.core.backoff import Backoff
 from vla_cloud.pools.link import GatewayLink
 from vla_cloud.pools.messages import LaneReady, Load, Ready
+from vla_common.backoff import Backoff
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-NS_PER_S: Final = 1_000_000_000
+from vla_common.clock import NS_PER_S
 
 
 @dataclass(slots=True)
