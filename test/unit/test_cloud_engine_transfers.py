@@ -23,6 +23,7 @@ from engine_bench import (
     pair,
 )
 
+from vla_cloud.core.transfer_plan import TransferConfig
 from vla_cloud.engine import first_token
 from vla_cloud.kv_transfer.connector import Arrived, Broken, Cause, WriterGone
 from vla_cloud.pools import messages
@@ -192,6 +193,28 @@ def test_p_lets_go_of_its_blocks_when_the_push_is_not_done_in_time(length):
     p.end.frozen = False
     bench.settle()
     assert d_of(bench).of("r").tokens == [] and d_of(bench).of("r").final.transfer
+    all_at_baseline(bench)
+
+
+def test_a_link_that_became_slow_gets_more_time_after_a_transfer_that_was_cut_off():
+    bench = pair()
+    p = bench.workers["p"]
+    side = p.engine.prefill_side
+    side._config = TransferConfig(layerwise_tokens=48, min_sample_bytes=1, base_s=0.5, margin=4.0)
+    given_s = []
+    for attempt in range(3):
+        work = make_work(make_prompt(20 + attempt, 40), time_left_s=100.0)
+        bench.disaggregate("p", "d", f"r{attempt}", work)
+        bench.until(lambda: p.engine.scheduler.load().to_push == 1, operations=1)
+        p.end.frozen = True
+        bench.settle()
+        given_s.append(p.engine.wait_s())
+        bench.advance(p.engine.wait_s())
+        bench.settle()
+        assert p.of(f"r{attempt}").final.code == "DEADLINE_EXCEEDED"
+        p.end.frozen = False
+        bench.settle()
+    assert given_s[0] < given_s[1] < given_s[2], given_s
     all_at_baseline(bench)
 
 

@@ -38,7 +38,8 @@ class _Transfer:
     plan: PushPlan | None = None  # made when the cached prefix is known, at the first chunk
     chunk_end: int = 0  # of the running step
     pushed_in_step: bool = False
-    deadline_ns: int | None = None  # once the prompt is computed
+    computed_ns: int = 0  # when the prompt was
+    deadline_ns: int | None = None  # from then on
     broken: str = ""  # a call of the sender raised; its poll() may tell why
 
 
@@ -141,7 +142,8 @@ class PrefillSide:
         destination = transfer.destination
         num_bytes = len(destination.blocks) * self._layout.block_bytes
         allowed_ns = self._bandwidth(destination.worker).allowed_ns(num_bytes)
-        limit_ns = self._clock.monotonic_ns() + min(allowed_ns, round(destination.deadline_s * NS_PER_S))
+        transfer.computed_ns = self._clock.monotonic_ns()
+        limit_ns = transfer.computed_ns + min(allowed_ns, round(destination.deadline_s * NS_PER_S))
         transfer.deadline_ns = min(limit_ns, seq.request.deadline_ns)
         self._push(transfer, transfer.plan.after_chunk(seq.prompt_tokens))
         first = FirstToken(
@@ -187,6 +189,7 @@ class PrefillSide:
                 cause = "late"
                 text = f"the push to {transfer.destination.worker} was not done in time"
                 error = push_failed("DEADLINE_EXCEEDED", text)
+                self._was_late(transfer, now_ns)
             else:
                 continue
             self._totals.transfer_failed(cause)
@@ -212,6 +215,11 @@ class PrefillSide:
         if transfer.plan is not None and not transfer.plan.layerwise:
             self._bandwidth(transfer.destination.worker).measured(event.num_bytes, event.elapsed_ns)
         self._scheduler.pushed(key)
+
+    def _was_late(self, transfer: _Transfer, now_ns: int) -> None:
+        """Else a link that has become slow would cut off every transfer to come."""
+        num_bytes = len(transfer.destination.blocks) * self._layout.block_bytes
+        self._bandwidth(transfer.destination.worker).timed_out(num_bytes, now_ns - transfer.computed_ns)
 
     def _bandwidth(self, worker: str) -> Bandwidth:
         known = self._bandwidths.pop(worker, None)
