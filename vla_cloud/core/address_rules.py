@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-IPv4, IPv6 = ipaddress.IPv4Address, ipaddress.IPv6Address
+IPv4 = ipaddress.IPv4Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _IPV4_REFUSED: Final = tuple(map(ipaddress.IPv4Network, (

@@ -6,7 +6,6 @@ A :class:`Grammar` is a kind and a JSON text. The text is written by :func:`json
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -109,8 +108,3 @@ def checked(grammar: Grammar) -> Grammar:
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"the schema has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken: shorten it")
     return grammar
-
-
-def grammar_key(grammar: Grammar) -> bytes:
-    """Names the grammar: 32 bytes."""
-    return hashlib.sha256(f"{grammar.kind}\n{grammar.text}".encode(errors="surrogatepass")).digest()

@@ -86,29 +86,3 @@ class LeaseTable:
         for token in ended:
             del self._leases[token]
         return ended
-
-
-class Heartbeats:
-    """The gateway's side: which leases need a heartbeat now. Not thread-safe."""
-
-    def __init__(self, config: LeaseConfig, clock: Clock) -> None:
-        """Empty."""
-        self._period_ns = round(config.heartbeat_s * NS_PER_S)
-        self._clock = clock
-        self._next_ns: dict[str, int] = {}
-
-    def begin(self, token: str) -> None:
-        """The request entered D's queue; the first heartbeat is due one period from now."""
-        self._next_ns[token] = self._clock.monotonic_ns() + self._period_ns
-
-    def end(self, token: str) -> None:
-        """No more heartbeats; unknown tokens are ignored."""
-        self._next_ns.pop(token, None)
-
-    def due(self) -> list[str]:
-        """Tokens to send a heartbeat for; each is next due one period from now, so a late call sends no burst."""
-        now_ns = self._clock.monotonic_ns()
-        tokens = [token for token, at_ns in self._next_ns.items() if at_ns <= now_ns]
-        for token in tokens:
-            self._next_ns[token] = now_ns + self._period_ns
-        return tokens

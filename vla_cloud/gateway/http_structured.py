@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,7 +22,6 @@ from vla_cloud.gateway.chat_types import ToolCall
 from vla_cloud.gateway.http_errors import bad_request
 
 T = TypeVar("T")
-NULL: Final = msgspec.Raw(b"null")
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -63,11 +63,6 @@ class KvLayout:
         """Bytes of one block over all layers."""
         return self.layers * self.piece_bytes
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return self.block_bytes // self.block_size
-
     def require(self, theirs: KvLayout) -> None:
         """Raise LayoutMismatch unless the peer's layout is this one; the model's name alone may differ."""
         # The version first: a peer of another version may mean something else by the other fields.
