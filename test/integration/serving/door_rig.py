@@ -120,17 +120,17 @@ class DoorRig:
 
     async def beside(self, work: Awaitable[Any], pause_s: float = 0.02) -> tuple[Any, int]:
         """What ``work`` gives, and how many right answers a healthy client got at each door meanwhile."""
-        task, number = asyncio.ensure_future(work), 0
-        try:
-            async with HealthyClient(self) as client:
+        async with HealthyClient(self) as client:  # is in before the work can fill the doors
+            task, number = asyncio.ensure_future(work), 0
+            try:
                 while not task.done():
                     await client.ask(f"healthy {number}")
                     number += 1
                     await asyncio.sleep(pause_s)
-        finally:
-            if not task.done():
-                task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            finally:
+                if not task.done():
+                    task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         return task.result(), number
 
 
@@ -145,6 +145,7 @@ class HealthyClient:
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{self._it.grpc_port}", options=alone)
         self._stub = pb_grpc.ChatStub(self._channel)
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._it.http_port)
+        await asyncio.wait_for(self._channel.channel_ready(), 60.0)
         return self
 
     async def __aexit__(self, *exc: object) -> None:

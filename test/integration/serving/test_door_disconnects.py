@@ -38,8 +38,11 @@ async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, how: s
     if how == "half":
         try:
             writer.write_eof()
-            while await asyncio.wait_for(reader.read(65536), 20.0):
-                pass
+            async with asyncio.timeout(20.0):
+                while await reader.read(65536):
+                    pass
+        except TimeoutError:
+            raise AssertionError("the server did not close a connection that its client had half closed") from None
         except OSError:  # refused, or already closed from there
             pass
     if how == "reset" and not writer.is_closing():
@@ -61,7 +64,9 @@ async def http_client(it: DoorRig, rng: random.Random, moment: str, how: str) ->
         if moment in ("first", "stream"):
             received = b""
             events = 1 if moment == "first" else rng.randrange(2, 20)
-            while received.count(b"\n\n") < events and (part := await reader.read(4096)):
+            while received.count(b"\n\n") < events and b"[DONE]" not in received:
+                if not (part := await reader.read(4096)):
+                    break
                 received += part
             outcome = "gone" if b"data: " in received else "refused"
         elif moment == "asked":
@@ -104,7 +109,11 @@ async def storm(it: DoorRig, total: int, seed: int) -> Counter[str]:
         door, client = (("http", http_client), ("grpc", grpc_client))[number % 2]
         moment, how = rng.choice(MOMENTS), rng.choice(ENDINGS)
         await asyncio.sleep(rng.random() * 0.02)
-        outcome = await asyncio.wait_for(client(it, rng, moment, how), 60.0)
+        try:
+            outcome = await asyncio.wait_for(client(it, rng, moment, how), 60.0)
+        except Exception as error:
+            error.add_note(f"client {number}: {door}, {moment}, {how}")
+            raise
         ends.update((door, moment, how, outcome))
 
     wave = begun = 0
