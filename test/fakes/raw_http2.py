@@ -91,6 +91,7 @@ class RawConnection:
         self.replies: dict[int, Reply] = {}
         self.has_gone = False
         self.goaway = b""
+        self.pongs = 0
         self.windows: dict[int, int] = {0: FIRST_WINDOW}  # ours to send
         self.first_window = FIRST_WINDOW
         self._decoder = hpack.Decoder()
@@ -148,7 +149,9 @@ class RawConnection:
                         self.windows[each] += value - self.first_window if each else 0
                     self.first_window = value
             self.write(frame(SETTINGS, ACK, 0))
-        elif kind == PING and not flags & ACK:
+        elif kind == PING and flags & ACK:
+            self.pongs += 1
+        elif kind == PING:
             self.write(frame(PING, ACK, 0, body))
         elif kind == WINDOW_UPDATE:
             self.windows[stream] = self.windows.get(stream, self.first_window) + struct.unpack(">I", body)[0]
