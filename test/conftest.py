@@ -9,7 +9,15 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# The same examples in every run, and no time limits on a machine that does other things too;
+# --hypothesis-profile=default looks for new examples.
+hypothesis.settings.register_profile(
+    "seeded", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("seeded")
 
 ALONE = (
     "fault", "ros", "integration/test_cloud_process.py", "integration/test_serving_benchmark.py",
