@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vla_cloud.core.generate import SamplingParams
 from vla_cloud.pools import messages as m
 from vla_cloud.pools.codec import MessageError, decode_to_gateway, decode_to_worker, encode, pack_tokens
+from vla_cloud.pools.message_parts import Message
 
 SEEDS = [
     encode(m.Generate("r", 1, m.Work(pack_tokens(range(40)), SamplingParams(seed=3), 5.0))),
@@ -21,7 +22,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
     max_leaves=12,
 )  # fmt: skip
-tags = st.sampled_from([kind.__struct_config__.tag for kind in m.Message.__subclasses__()])
+tags = st.sampled_from([kind.__struct_config__.tag for kind in Message.__subclasses__()])
 fields = st.sampled_from(["request_id", "attempt", "work", "rows", "leases", "worker", "code", "message", "layout", "load"])
 
 
@@ -31,7 +32,7 @@ def decode_both(data: bytes) -> None:
             message = decode(data)
         except MessageError:
             continue
-        assert isinstance(message, m.Message)
+        assert isinstance(message, Message)
         assert decode(encode(message)) == message
 
 

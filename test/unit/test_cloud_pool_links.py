@@ -15,16 +15,8 @@ from vla_cloud.core.generate import SamplingParams
 from vla_cloud.pools.codec import encode
 from vla_cloud.pools.frames import FrameDecoder, FrameError, frame
 from vla_cloud.pools.link import GatewayLink, LinkClosed, LinkServer, WorkerLink
-from vla_cloud.pools.messages import (
-    Aborted,
-    Generate,
-    Hello,
-    Join,
-    Message,
-    Ping,
-    ToGateway,
-    Work,
-)
+from vla_cloud.pools.message_parts import Message
+from vla_cloud.pools.messages import Aborted, Generate, Hello, Join, Ping, ToGateway, Work
 
 SECRET = "0123456789abcdef"
 

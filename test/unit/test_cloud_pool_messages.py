@@ -19,6 +19,7 @@ from vla_cloud.pools.codec import (
     pack_tokens,
     unpack_tokens,
 )
+from vla_cloud.pools.message_parts import MAX_MESSAGE_BYTES, MAX_TOKENS, Message
 
 SAMPLING = SamplingParams(temperature=0.5, seed=2**64 - 1, max_new_tokens=7, stop_token_ids=frozenset([2]))
 WORK = m.Work(pack_tokens([1, 2, 70000]), SAMPLING, 5.0, 1, Priority.HIGH, b"salt", [ImageSpan(0, 2, b"i" * 32)])
@@ -85,17 +86,17 @@ GOLDEN = {
 }
 
 
-def digest(message: m.Message) -> str:
+def digest(message: Message) -> str:
     return hashlib.sha256(encode(message)).hexdigest()[:16]
 
 
 def test_every_message_is_here() -> None:
     kinds = {type(message) for message in [*TO_WORKER, *TO_GATEWAY]}
-    assert kinds == set(m.Message.__subclasses__())
+    assert kinds == set(Message.__subclasses__())
 
 
 @pytest.mark.parametrize("message", [*TO_WORKER, *TO_GATEWAY], ids=lambda message: type(message).__name__)
-def test_golden_bytes(message: m.Message) -> None:
+def test_golden_bytes(message: Message) -> None:
     assert digest(message) == GOLDEN[type(message).__name__], "bytes changed: raise PROTOCOL_VERSION"
 
 
@@ -104,14 +105,14 @@ def test_golden_bytes_in_full() -> None:
 
 
 @pytest.mark.parametrize("message", TO_WORKER, ids=lambda message: type(message).__name__)
-def test_to_worker_and_back(message: m.Message) -> None:
+def test_to_worker_and_back(message: Message) -> None:
     assert decode_to_worker(encode(message)) == message
     with pytest.raises(MessageError):
         decode_to_gateway(encode(message))
 
 
 @pytest.mark.parametrize("message", TO_GATEWAY, ids=lambda message: type(message).__name__)
-def test_to_gateway_and_back(message: m.Message) -> None:
+def test_to_gateway_and_back(message: Message) -> None:
     assert decode_to_gateway(encode(message)) == message
     with pytest.raises(MessageError):
         decode_to_worker(encode(message))
@@ -147,10 +148,10 @@ def test_deep_nesting_is_refused() -> None:
 
 def test_sizes_are_bounded() -> None:
     with pytest.raises(MessageError, match="at most"):
-        encode(m.Error("INTERNAL", "x" * (m.MAX_MESSAGE_BYTES + 1)))
+        encode(m.Error("INTERNAL", "x" * (MAX_MESSAGE_BYTES + 1)))
     with pytest.raises(MessageError, match="at most"):
-        decode_to_worker(bytes(m.MAX_MESSAGE_BYTES + 1))
-    longest = m.Generate("r", 0, m.Work(bytes(4 * m.MAX_TOKENS), SAMPLING, 1.0))
+        decode_to_worker(bytes(MAX_MESSAGE_BYTES + 1))
+    longest = m.Generate("r", 0, m.Work(bytes(4 * MAX_TOKENS), SAMPLING, 1.0))
     assert decode_to_worker(encode(longest)) == longest
 
 

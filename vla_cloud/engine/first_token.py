@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from vla_cloud.engine.runner import Sampled
-from vla_cloud.pools.messages import Count, TokenId
+from vla_cloud.pools.message_parts import Count, TokenId
 
 
 class FirstToken(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

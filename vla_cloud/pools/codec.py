@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from vla_cloud.pools.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Message, ToGateway, ToWorker
+from vla_cloud.pools.message_parts import MAX_MESSAGE_BYTES, Message
+from vla_cloud.pools.messages import PROTOCOL_VERSION, ToGateway, ToWorker
 
 T = TypeVar("T")
 

@@ -23,7 +23,8 @@ from typing import Final, Protocol
 
 from vla_cloud.pools.codec import MessageError, decode_to_gateway, decode_to_worker, encode
 from vla_cloud.pools.frames import FrameDecoder, FrameError, frame
-from vla_cloud.pools.messages import MAX_MESSAGE_BYTES, Join, Message, ToGateway, ToWorker
+from vla_cloud.pools.message_parts import MAX_MESSAGE_BYTES, Message
+from vla_cloud.pools.messages import Join, ToGateway, ToWorker
 
 LOG = logging.getLogger(__name__)
 

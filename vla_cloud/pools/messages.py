@@ -27,138 +27,40 @@ its role changes. A robot lane (docs/serving.md) says ``LaneReady``; every ``Con
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
-from vla_cloud.core.generate import ImageSpan, Priority, SamplingParams
-from vla_cloud.core.grammar_spec import Grammar
 from vla_cloud.core.kv_events import KvChange
 from vla_cloud.kv_transfer.layout import KvLayout
 
-PROTOCOL_VERSION: Final = 3
-"""Raised on any change of these messages; a worker of another version ends before it is given work."""
-
-MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
-"""Largest encoded message either side accepts: a prompt of a million tokens takes 4 MB."""
-
-MAX_TOKENS: Final = 1 << 20
-"""Most tokens of one prompt."""
-
-MAX_BATCH: Final = 64
-"""Most robots of one batch of contexts."""
-
-MAX_JPEG_BYTES: Final = 1 << 20
-"""Largest image on a control link; a lane has its own, lower limit."""
-
-Role: TypeAlias = Literal["prefill", "decode", "both"]
-Code: TypeAlias = Literal[
-    "INVALID_ARGUMENT",
-    "ALREADY_EXISTS",
-    "RESOURCE_EXHAUSTED",
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "CANCELLED",
-    "FAILED_PRECONDITION",
-    "INTERNAL",
-]
-"""Names of gRPC status codes, with their meanings."""
-Reason: TypeAlias = Literal["stop", "length"]
-
-RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
-Name = Annotated[str, Meta(min_length=1, max_length=64)]
-Text = Annotated[str, Meta(max_length=4096)]
-Address = Annotated[str, Meta(max_length=16384)]  # NIXL agent metadata is binary, base64 here
-Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Attempt = Annotated[int, Meta(ge=0, lt=1 << 31)]
-TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
-TokenBytes = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]
-Blocks = Annotated[list[Count], Meta(max_length=MAX_TOKENS)]
-Hash = Annotated[bytes, Meta(max_length=64)]
-TraceId = Annotated[bytes, Meta(max_length=16)]
-
-
-class Message(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all messages: immutable, unknown fields are refused."""
-
-
-class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of the parts of messages that repeat: msgpack arrays, without field names."""
-
-
-class Work(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is to be computed, the same for every worker that takes part.
-
-    Attributes:
-        prompt: i32 token ids: the client's prompt and the tokens already streamed.
-        sampling: ``max_new_tokens`` counts from the end of this ``prompt``; ``seed`` is always given, so that a token
-            depends on the logits, the seed and its absolute position only, on whichever worker.
-        streamed: how many tokens at the end of ``prompt`` were streamed before (0 in a first attempt).
-        time_left_s: until the request's deadline.
-        salt: of the tenant; part of every prefix key.
-        grammar: what the streamed tokens and the further ones must look like together.
-        trace: id of the request's trace; empty: it is not traced.
-    """
-
-    prompt: TokenBytes
-    sampling: SamplingParams
-    time_left_s: Seconds
-    streamed: Count = 0
-    priority: Priority = Priority.NORMAL
-    salt: Hash = b""
-    images: Annotated[list[ImageSpan], Meta(max_length=1024)] = field(default_factory=list)
-    grammar: Grammar | None = None
-    trace: TraceId = b""
-
-
-class Destination(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a P worker pushes KV: the blocks that a D worker has reserved.
-
-    ``blocks[i]`` takes prompt block ``first_block + i``; blocks before that are cached on D. ``token`` and ``epoch``
-    must be repeated in the completion notice. ``deadline_s`` bounds the push, from the end of prefill.
-    """
-
-    worker: Name
-    address: Address
-    token: Annotated[str, Meta(max_length=128)]
-    epoch: Count
-    first_block: Count
-    blocks: Blocks
-    deadline_s: Seconds
-
-
-class Load(Row, frozen=True):
-    """What a worker is doing.
-
-    ``active_tokens``: uncached prompt tokens still to compute, plus tokens of running sequences that are held in its
-    pool. ``free_blocks`` includes what the prefix tree would give up (``cached_blocks``). ``running`` includes
-    ``reserved`` and ``to_push``, ``waiting`` includes ``preempted``. ``leases``: that run; ``awaited_writers``:
-    transfers whose blocks are in quarantine. The rest counts from the start of the worker, see
-    :class:`vla_cloud.engine.totals.Totals`.
-    """
-
-    total_blocks: Count
-    free_blocks: Count
-    quarantined_blocks: Count
-    active_tokens: Count
-    running: Count
-    waiting: Count
-    cached_blocks: Count = 0
-    reserved: Count = 0
-    to_push: Count = 0
-    preempted: Count = 0
-    leases: Count = 0
-    awaited_writers: Count = 0
-    preemptions: Count = 0
-    leases_expired: Count = 0
-    computed_tokens: Count = 0
-    cached_tokens: Count = 0
-    transfers: Count = 0
-    transfer_bytes: Count = 0
-    transfer_s: Annotated[float, Meta(ge=0.0)] = 0.0
-    transfer_failures: Annotated[dict[Name, Count], Meta(max_length=64)] = field(default_factory=dict)
-
+# The whole protocol is to be had from here ("as": handed on).
+from vla_cloud.pools.lane_messages import ContextAnswer as ContextAnswer
+from vla_cloud.pools.lane_messages import ContextBatch as ContextBatch
+from vla_cloud.pools.lane_messages import ContextRow as ContextRow
+from vla_cloud.pools.lane_messages import Contexts as Contexts
+from vla_cloud.pools.lane_messages import LaneReady as LaneReady
+from vla_cloud.pools.message_parts import PROTOCOL_VERSION as PROTOCOL_VERSION
+from vla_cloud.pools.message_parts import (
+    Address,
+    Attempt,
+    Blocks,
+    Count,
+    Hash,
+    Message,
+    Name,
+    Reason,
+    RequestId,
+    Row,
+    Seconds,
+    Text,
+    TokenId,
+)
+from vla_cloud.pools.message_parts import Code as Code
+from vla_cloud.pools.message_parts import Destination as Destination
+from vla_cloud.pools.message_parts import Load as Load
+from vla_cloud.pools.message_parts import Role as Role
+from vla_cloud.pools.message_parts import Work as Work
 
 # gateway -> worker
 
@@ -248,24 +150,6 @@ class Drain(Message, frozen=True, tag="drain"):
 
 class Shutdown(Message, frozen=True, tag="shutdown"):
     """End now; whatever is unfinished is lost."""
-
-
-class ContextRow(Row, frozen=True):
-    """One robot's part of a batch: i32 token ids of its instruction, and its image as it came."""
-
-    ids: Annotated[bytes, Meta(max_length=4 * 4096)]
-    jpeg: Annotated[bytes, Meta(max_length=MAX_JPEG_BYTES)]
-
-
-class ContextBatch(Message, frozen=True, tag="context_batch"):
-    """To a robot lane: compute context tokens. ``number`` is repeated in the answer.
-
-    ``traces``: of each row that is traced its trace's id, empty for the others; no list at all if none is.
-    """
-
-    number: Count
-    rows: Annotated[list[ContextRow], Meta(min_length=1, max_length=MAX_BATCH)]
-    traces: Annotated[list[TraceId], Meta(max_length=MAX_BATCH)] = field(default_factory=list)
 
 
 # worker -> gateway
@@ -427,41 +311,6 @@ class Pong(Message, frozen=True, tag="pong"):
 
 class Drained(Message, frozen=True, tag="drained"):
     """Nothing accepted is left; sent once after Drain."""
-
-
-class LaneReady(Message, frozen=True, tag="lane_ready"):
-    """A robot lane's answer to Hello: it has loaded the backbone of this model, whose contexts are f32[tokens, dim]."""
-
-    version: int
-    worker: Name
-    pid: Count
-    model: Name
-    model_hash: Hash
-    num_tokens: Annotated[int, Meta(ge=1, le=4096)]
-    dim: Annotated[int, Meta(ge=1, le=65536)]
-    role: Literal["robots"] = "robots"
-
-
-class ContextAnswer(Row, frozen=True):
-    """One robot's context, little-endian f32[tokens, dim]; or, with a ``cause``, why there is none (``tokens`` empty).
-
-    ``prefix_tokens_reused``: text tokens whose keys and values were cached. ``image_cached``: the image was not encoded
-    again.
-    """
-
-    tokens: Annotated[bytes, Meta(max_length=8 * 1024 * 1024)]
-    prefix_tokens_reused: Count = 0
-    image_cached: bool = False
-    cause: Annotated[str, Meta(max_length=64)] = ""
-    message: Text = ""
-
-
-class Contexts(Message, frozen=True, tag="contexts"):
-    """The answer to a ContextBatch, row for row. ``compute_s``: from taking the batch to its answer."""
-
-    number: Count
-    rows: Annotated[list[ContextAnswer], Meta(min_length=1, max_length=MAX_BATCH)]
-    compute_s: Seconds
 
 
 ToWorker: TypeAlias = (
