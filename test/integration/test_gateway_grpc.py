@@ -101,6 +101,15 @@ def test_the_server_names_a_request_that_has_no_id(tokenizer):
     serve(tokenizer, test)
 
 
+def test_a_conversation_has_the_name_that_its_client_gives_it(tokenizer):
+    async def test(it, service):
+        await it.stub.Generate(ask(session="our talk"))
+        await it.stub.Generate(ask())
+        assert [request.session for request in service.requests] == ["our talk", ""]
+
+    serve(tokenizer, test)
+
+
 def test_log_probabilities_and_stop_strings(tokenizer):
     async def test(it, service):
         sampling = {"logprobs": True, "top_logprobs": 1, "stop": ["C"]}

@@ -73,6 +73,7 @@ def chat_request(
         top_logprobs=sampling.top_logprobs,
         priority=_PRIORITIES[message.priority],
         deadline_ns=deadline_ns,
+        session=message.session,
         client=client,
         grammar=grammar,
         tools=tools,
