@@ -12,6 +12,7 @@ from vla_cloud.core.sequence import TokenSequence
 from vla_cloud.core.step_plan import Finished
 from vla_cloud.pools import messages
 from vla_cloud.pools.codec import MessageError, unpack_tokens
+from vla_cloud.pools.message_parts import Reason
 from vla_cloud.pools.messages import Code, ToGateway, Work
 from vla_common.clock import NS_PER_S
 
@@ -133,5 +134,5 @@ def _final(record: Record, finished: Finished) -> ToGateway:
         return messages.Prefilled(request_id, attempt, record.seq.cached_tokens, record.pushed_bytes)
     seq = record.seq
     cached = record.cached_tokens if record.kind is Kind.RESERVE else seq.cached_tokens
-    reason: messages.Reason = "stop" if finished.reason is FinishReason.STOP else "length"
+    reason: Reason = "stop" if finished.reason is FinishReason.STOP else "length"
     return messages.Finished(request_id, attempt, reason, seq.num_outputs, cached, seq.preemptions)
