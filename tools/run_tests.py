@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 NO_TESTS = 5  # pytest.ExitCode.NO_TESTS_COLLECTED
-PARTS = (["-n", "2", "-m", "not slow and not alone"], ["-m", "not slow and alone"])
+PARTS = (["-n", "2", "--dist", "worksteal", "-m", "not slow and not alone"], ["-m", "not slow and alone"])
 
 
 def main(arguments: list[str]) -> int:

@@ -64,6 +64,11 @@ class Kept:
         self.closed += 1
 
 
+@pytest.fixture(autouse=True)
+def _a_busy_machine_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_queue, "FAREWELL_S", 60.0)
+
+
 # ids
 
 
@@ -145,6 +150,19 @@ def test_a_full_queue_drops_and_counts_and_never_waits(caplog: pytest.LogCapture
         queue.close()
     assert [one.attributes["n"] for one in kept.spans] == list(range(11)) and kept.closed == 1 and queue.lost == 0
     assert "dropped as the queue was full: 5" in caplog.text
+
+
+def test_the_end_of_a_process_does_not_wait_for_a_collector_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_queue, "FAREWELL_S", 0.01)
+    kept = Kept()
+    kept.may_go.clear()
+    queue = SpanQueue(kept, ManualClock(), limit=10)
+    queue.put(span(0))
+    queue.close()
+    assert not kept.closed and queue._thread.is_alive()
+    kept.may_go.set()
+    queue._thread.join()
+    assert kept.closed == 1 and len(kept.spans) == 1
 
 
 def test_a_failed_export_is_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -63,13 +64,17 @@ class Pty:
         before, _, self.seen = self.seen.partition(mark)
         return before
 
-    def close(self) -> int:
-        try:
-            return self.process.wait(timeout=20.0)
-        finally:
-            self.process.kill()
-            self.process.wait()
-            os.close(self.fd)
+    def ended(self) -> int:
+        """Its exit status, when it has ended by itself."""
+        return self.process.wait(timeout=20.0)
+
+    def __enter__(self) -> Pty:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
 
 
 def _own_terminal() -> None:
@@ -77,6 +82,7 @@ def _own_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C becomes a signal
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests themselves run in a shell's background
 
 
 def test_one_question_through_a_pipe(rig: HttpRig) -> None:
@@ -88,39 +94,39 @@ def test_one_question_through_a_pipe(rig: HttpRig) -> None:
 
 
 def test_a_talk_in_a_terminal_has_a_memory_and_ctrl_c_stops_only_the_answer(rig: HttpRig) -> None:
-    terminal = Pty("--stats", "--max-tokens", "4000", url=rig.url)
-    terminal.until("> ")
-    terminal.type("hello\n")
-    terminal.until(" w", 30.0)  # a word of the answer
-    rig.until(lambda: rig.active == 1)
-    terminal.type("\x03")
-    terminal.until("stopped")
-    rig.until(rig.is_idle)  # the server was told
-    terminal.until("> ")
-    terminal.type("/reset\n")
-    terminal.until("begins anew")
-    terminal.type("/what\n")
-    terminal.until("there is no /what")
-    terminal.until("> ")
-    terminal.type("\x03")
-    terminal.until("/quit")
-    terminal.until("> ")
-    terminal.type("/quit\n")
-    assert terminal.close() == 0
+    with Pty("--stats", "--max-tokens", "4000", url=rig.url) as terminal:
+        terminal.until("> ")
+        terminal.type("hello\n")
+        terminal.until(" w", 30.0)  # a word of the answer
+        rig.until(lambda: rig.active == 1)
+        terminal.type("\x03")
+        terminal.until("stopped")
+        rig.until(rig.is_idle)  # the server was told
+        terminal.until("> ")
+        terminal.type("/reset\n")
+        terminal.until("begins anew")
+        terminal.type("/what\n")
+        terminal.until("there is no /what")
+        terminal.until("> ")
+        terminal.type("\x03")
+        terminal.until("/quit")
+        terminal.until("> ")
+        terminal.type("/quit\n")
+        assert terminal.ended() == 0
 
 
 def test_the_second_question_comes_with_the_first(rig: HttpRig) -> None:
-    terminal = Pty("--stats", "--max-tokens", "5", url=rig.url)
     counts = []
-    for line in ("hello\n", "hello\n", "/reset\n", "hello\n"):
+    with Pty("--stats", "--max-tokens", "5", url=rig.url) as terminal:
+        for line in ("hello\n", "hello\n", "/reset\n", "hello\n"):
+            terminal.until("> ")
+            terminal.type(line)
+            if line.startswith("/"):
+                continue
+            counts.append(int(re.search(r"(\d+) prompt tokens", terminal.until("of the answer")).group(1)))
         terminal.until("> ")
-        terminal.type(line)
-        if line.startswith("/"):
-            continue
-        counts.append(int(re.search(r"(\d+) prompt tokens", terminal.until("of the answer")).group(1)))
-    terminal.until("> ")
-    terminal.type("\x04")
-    assert terminal.close() == 0
+        terminal.type("\x04")
+        assert terminal.ended() == 0
     assert counts[1] > counts[0] + 5 and counts[2] == counts[0]
 
 

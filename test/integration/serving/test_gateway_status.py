@@ -241,8 +241,8 @@ def test_all_doors_count_on_one_page(tmp_path: Path) -> None:
 def test_vla_top_lives_until_ctrl_c(rig: HttpRig) -> None:
     from test_cli_chat import Pty
 
-    terminal = Pty(url=rig.url, program="top")
-    for _ in range(2):
-        terminal.until("arm2")  # drawn, and drawn again
-    terminal.type("\x03")
-    assert terminal.close() == 0
+    with Pty(url=rig.url, program="top") as terminal:
+        for _ in range(2):
+            terminal.until("arm2")  # drawn, and drawn again
+        terminal.type("\x03")
+        assert terminal.ended() == 0
