@@ -39,6 +39,7 @@ from vla_common.zenoh_session import BusError
 from vla_edge.adapters import ros_parameters
 from vla_edge.adapters.ros_goal import STOP_TIMEOUT_S, GoalServer
 from vla_edge.adapters.ros_log import log_to_node
+from vla_edge.child import main_exit
 from vla_edge.config import load_edge_config
 from vla_edge.core.diagnosis import Finding, Level
 from vla_edge.edge_main import EXIT_OK, EXIT_USAGE, check
@@ -262,7 +263,13 @@ def remap_rules(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the node until SIGINT or SIGTERM; returns the exit code (0 stopped, 2 wrong settings)."""
+    """Run the node until SIGINT or SIGTERM, and end the process with 0 (stopped) or 2 (wrong settings)."""
+    code = _run(argv)
+    main_exit(code)  # a library's thread that is not done would be torn apart by Python's end: SIGABRT
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv if argv is None else argv)
     setup_logging("edge")
     end_with_parent()
