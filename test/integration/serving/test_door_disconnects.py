@@ -38,10 +38,9 @@ async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, how: s
     if how == "half":
         try:
             writer.write_eof()
-            async with asyncio.timeout(20.0):
-                while await reader.read(65536):
-                    pass
-        except TimeoutError:
+            while await asyncio.wait_for(reader.read(65536), 20.0):
+                pass
+        except asyncio.TimeoutError:
             raise AssertionError("the server did not close a connection that its client had half closed") from None
         except OSError:  # refused, or already closed from there
             pass
@@ -112,8 +111,7 @@ async def storm(it: DoorRig, total: int, seed: int) -> Counter[str]:
         try:
             outcome = await asyncio.wait_for(client(it, rng, moment, how), 60.0)
         except Exception as error:
-            error.add_note(f"client {number}: {door}, {moment}, {how}")
-            raise
+            raise AssertionError(f"client {number}: {door}, {moment}, {how}") from error
         ends.update((door, moment, how, outcome))
 
     wave = begun = 0
