@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from vla_common.clock import Clock, SystemClock
 from vla_common.config import ConfigError
@@ -96,7 +96,7 @@ def _opened(settings: str, path: Path, stop: StopFlag) -> Iterator[Child]:
         memory.close()
 
 
-def main_exit(code: int) -> None:
+def main_exit(code: int) -> NoReturn:
     """End the process at once after a clean shutdown: interpreter teardown has nothing left to do, and a library's
     thread must not delay it."""
     sys.stdout.flush()

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import rclpy
 from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
@@ -262,11 +262,9 @@ def remap_rules(argv: Sequence[str]) -> list[str]:
     return rules
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the node until SIGINT or SIGTERM, and end the process with 0 (stopped) or 2 (wrong settings)."""
-    code = _run(argv)
-    main_exit(code)  # a library's thread that is not done would be torn apart by Python's end: SIGABRT
-    return code
+    main_exit(_run(argv))  # a library's thread that is not done would be torn apart by Python's end: SIGABRT
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -304,4 +302,4 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
