@@ -19,6 +19,7 @@ from ros_rig import HOLDING, INSTRUCTION, LIMITS, NOMINAL, GoalStatus, RosRig, a
 
 from vla_common import wire
 from vla_common.clock import SystemClock, sleep_s
+from vla_edge.core.shield import ShieldConfig
 
 CLOCK = SystemClock()
 T = 0.01
@@ -39,6 +40,16 @@ def make_rig(tmp_path):
         assert not [path for path in Path("/dev/shm").glob(f"vla-edge.{rig.robot}.*")]
 
 
+def streams(rows):
+    """The rows where the stream was not broken off.
+
+    It is when the motor process did not run for longer than the robot waits for commands (``ShieldConfig.stall_ticks``):
+    a machine that is short of time, or whose host is, does that to any process. What follows must begin at rest.
+    """
+    broken = 1 + np.flatnonzero(np.diff(rows[:, 1]) >= ShieldConfig().stall_ticks * T * 1e9)  # none without stamps
+    return np.split(rows, broken)
+
+
 def check_limits(rows):
     """Speed, acceleration and jerk of the commands by finite differences, and positions. rows: one per tick."""
     q = rows[:, 2:2 + JOINTS]
@@ -50,10 +61,15 @@ def check_limits(rows):
 
 def check_damped_stop(rows, first):
     """From row ``first``, sent while moving: slows down to exact rest within the limits and without reversal."""
-    check_limits(rows)
-    velocity = np.diff(rows[first - 1:, 2:2 + JOINTS], axis=0)
+    for stream in streams(rows):
+        check_limits(stream)
+    stop, *later = streams(rows[first - 1:])
+    velocity = np.diff(stop[:, 2:2 + JOINTS], axis=0)
     assert np.abs(velocity[0]).max() / T > 0.15, "it was moving"
-    assert not velocity[-1].any(), "it stands"
+    assert later or not velocity[-1].any(), "it stands"
+    for stream in later:
+        print(f"\nthe motor process did not run; stands from tick {len(stop)} of the stop on")
+        assert not np.diff(stream[:, 2:2 + JOINTS], axis=0).any(), "it stands after a stall"
     for column in velocity.T:
         signs = np.sign(column[np.abs(column) > 1e-12])
         assert (signs == signs[:1]).all(), "no reversal"

@@ -103,7 +103,7 @@ def test_edge_becomes_active_by_itself_and_leaves_nothing_behind(launch, ros_dom
                 break
             assert run.process.poll() is None
             executor.spin_once(timeout_sec=0.1)
-        assert label == State.PRIMARY_STATE_ACTIVE, run.output("vla_edge")
+        assert label == State.PRIMARY_STATE_ACTIVE, run.output("vla_edge") + run.console.read_text()
         assert len(run.family()) >= 4, "the runner, the node, and its motor and policy processes"
     finally:
         executor.shutdown()
