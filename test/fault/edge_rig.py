@@ -20,10 +20,12 @@ from vla_common.manifest import Camera, Context, Instruction, Manifest, hash_fil
 from vla_common.zenoh_session import open_bus
 from vla_edge.config import load_limits
 from vla_edge.core.shared_buffer import process_start
+from vla_edge.core.shield import ShieldConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ROBOT_FILE = ROOT / "config/robots/panda_2f85.yaml"
-LIMITS = load_limits(ROBOT_FILE, 0.01)
+PERIOD_S = 0.01
+LIMITS = load_limits(ROBOT_FILE, PERIOD_S)
 TOKENS, DIM, HORIZON = 4, 8, 16
 INSTRUCTION = "touch the red cube"
 CLOCK = SystemClock()
@@ -248,15 +250,29 @@ class Rig:
         self.cloud.close()
 
 
+def broken_off(stamps_ns: np.ndarray) -> np.ndarray:
+    """Where the motor process began a new stream because it had not run: indices into the stamps of its commands.
+
+    It does so after longer than the robot waits for commands (``ShieldConfig.stall_ticks``), which a machine that is
+    short of time, or whose host is, does to any process. What it sends then begins at rest and is no continuation.
+    """
+    return 1 + np.flatnonzero(np.diff(stamps_ns) >= ShieldConfig().stall_ticks * PERIOD_S * 1e9)
+
+
 def worst_ratios(commands: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[str, float]:
     """Largest speed, acceleration and jerk of the stream as received, over their limits."""
-    rows = np.array([position for _, position, _ in commands])
-    period = 0.01
+    positions = np.array([position for _, position, _ in commands])
+    parts = np.split(positions, broken_off(np.array([stamp for stamp, _, _ in commands])))
+
+    def largest(order: int, limit: np.ndarray, rounding: float = 0.0) -> float:
+        found = [np.abs(np.diff(rows, order, axis=0)) / PERIOD_S**order - rounding for rows in parts]
+        return max(float(np.max(each / limit, initial=0.0)) for each in found)
+
     return {
-        "position": float(np.max(np.maximum(LIMITS.position_lower - rows, rows - LIMITS.position_upper))),
-        "velocity": float(np.max(np.abs(np.diff(rows, axis=0)) / period / LIMITS.velocity)),
-        "acceleration": float(np.max(np.abs(np.diff(rows, 2, axis=0)) / period**2 / LIMITS.acceleration)),
+        "position": float(np.max(np.maximum(LIMITS.position_lower - positions, positions - LIMITS.position_upper))),
+        "velocity": largest(1, LIMITS.velocity),
+        "acceleration": largest(2, LIMITS.acceleration),
         # A position of 3 rad is rounded to 4e-16, which a third difference turns into 2e-9 rad/s³.
-        "jerk": float(np.max((np.abs(np.diff(rows, 3, axis=0)) / period**3 - 1e-8) / LIMITS.jerk)),
+        "jerk": largest(3, LIMITS.jerk, 1e-8),
     }
 

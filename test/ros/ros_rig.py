@@ -34,6 +34,7 @@ from edge_rig import (
     ROOT,
     TOKENS,
     alive,
+    broken_off,
     free_endpoint,
     make_model,
     own_children,

@@ -15,11 +15,10 @@ pytest.importorskip("vla_runtime.action", reason="the messages are not built: cm
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ros_rig import HOLDING, INSTRUCTION, LIMITS, NOMINAL, GoalStatus, RosRig, alive, own_children
+from ros_rig import HOLDING, INSTRUCTION, LIMITS, NOMINAL, GoalStatus, RosRig, alive, broken_off, own_children
 
 from vla_common import wire
 from vla_common.clock import SystemClock, sleep_s
-from vla_edge.core.shield import ShieldConfig
 
 CLOCK = SystemClock()
 T = 0.01
@@ -41,13 +40,8 @@ def make_rig(tmp_path):
 
 
 def streams(rows):
-    """The rows where the stream was not broken off.
-
-    It is when the motor process did not run for longer than the robot waits for commands (``ShieldConfig.stall_ticks``):
-    a machine that is short of time, or whose host is, does that to any process. What follows must begin at rest.
-    """
-    broken = 1 + np.flatnonzero(np.diff(rows[:, 1]) >= ShieldConfig().stall_ticks * T * 1e9)  # none without stamps
-    return np.split(rows, broken)
+    """The rows, split where a stream was broken off; outputs without stamps do not show it."""
+    return np.split(rows, broken_off(rows[:, 1]))
 
 
 def check_limits(rows):
