@@ -34,7 +34,6 @@ from edge_rig import (
     ROOT,
     TOKENS,
     alive,
-    broken_off,
     free_endpoint,
     make_model,
     own_children,
