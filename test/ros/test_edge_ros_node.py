@@ -14,8 +14,10 @@ pytest.importorskip("rclpy", reason="ROS 2 is not installed")
 pytest.importorskip("vla_runtime.action", reason="the messages are not built: cmake --install build/ros")
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "fault"))
 
-from ros_rig import HOLDING, INSTRUCTION, LIMITS, NOMINAL, GoalStatus, RosRig, alive, broken_off, own_children
+from edge_rig import broken_off
+from ros_rig import HOLDING, INSTRUCTION, LIMITS, NOMINAL, GoalStatus, RosRig, alive, own_children
 
 from vla_common import wire
 from vla_common.clock import SystemClock, sleep_s
