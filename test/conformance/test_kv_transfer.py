@@ -34,6 +34,7 @@ from vla_cloud.kv_transfer.frames import HEADER, Kind, encode
 from vla_cloud.kv_transfer.handshake import Address, Deadline, greet, read_frame
 from vla_cloud.kv_transfer.layout import KvLayout, LayoutMismatch
 from vla_cloud.kv_transfer.memory import KvMemory
+from vla_cloud.kv_transfer.peer import Peer
 from vla_cloud.kv_transfer.receiver import ReceiverOptions
 from vla_cloud.kv_transfer.sender import SenderOptions
 from vla_common.clock import SystemClock
@@ -303,6 +304,20 @@ def test_another_layout_is_refused_by_the_name_of_the_field_and_within_the_deadl
     (failed,) = wait(sender.poll)
     assert isinstance(failed, Failed) and failed.cause is Cause.LAYOUT and field in failed.detail
     assert receiver.cancel("t")
+
+
+def test_close_waits_for_a_connection_that_is_just_ending(kind, closing, monkeypatch):
+    leave = Peer._leave
+
+    def slowly(self, cause, detail):
+        leave(self, cause, detail)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(Peer, "_leave", slowly)
+    receiver = closing(make_receiver(kind, pool(), CLOCK))
+    sender = closing(make_sender(kind, KvMemory(KvLayout(**(LAYOUT.to_json() | {"kv_heads": 3})), 4), CLOCK))
+    with pytest.raises(LayoutMismatch):
+        sender.connect(receiver.address)  # the fixture finds a thread that is left
 
 
 def _listener(kind):

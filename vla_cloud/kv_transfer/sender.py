@@ -48,6 +48,7 @@ class Sender:
         self._lock = threading.Lock()
         self.closed = False
         self._peers: dict[str, Peer] = {}
+        self._leaving: list[Peer] = []
         self._owners: dict[str, Peer] = {}
 
     # -- what connectors add; called by the peer's thread ------------------------------------------------------------
@@ -150,7 +151,7 @@ class Sender:
         """See KvSender."""
         with self._lock:
             self.closed = True
-            peers = list(self._peers.values())
+            peers = [*self._peers.values(), *self._leaving]
         for peer in peers:
             peer.stop()
         for peer in peers:
@@ -169,6 +170,8 @@ class Sender:
         with self._lock:
             if self._peers.get(peer.address) is peer:
                 del self._peers[peer.address]
+                # It still has to fail its transfers and to close its link, for which close() waits.
+                self._leaving = [*filter(Peer.is_alive, self._leaving), peer]
 
     def _peer(self, address: str) -> Peer:
         with self._lock:
