@@ -250,19 +250,22 @@ class Rig:
         self.cloud.close()
 
 
-def broken_off(stamps_ns: np.ndarray) -> np.ndarray:
-    """Where the motor process began a new stream because it had not run: indices into the stamps of its commands.
+def streams(positions: np.ndarray, stamps_ns: np.ndarray) -> list[np.ndarray]:
+    """The commands of each stream: float64[ticks, n], split where the motor process broke a stream off.
 
     It does so after longer than the robot waits for commands (``ShieldConfig.stall_ticks``), which a machine that is
-    short of time, or whose host is, does to any process. What it sends then begins at rest and is no continuation.
+    short of time, or whose host is, does to any process. The next stream must begin at rest: it gets ticks of rest
+    before it, so that the differences show if it does not.
     """
-    return 1 + np.flatnonzero(np.diff(stamps_ns) >= ShieldConfig().stall_ticks * PERIOD_S * 1e9)
+    broken = 1 + np.flatnonzero(np.diff(stamps_ns) >= ShieldConfig().stall_ticks * PERIOD_S * 1e9)
+    first, *later = np.split(positions, broken)
+    return [first, *(np.concatenate([np.repeat(stream[:1], 3, axis=0), stream]) for stream in later)]
 
 
 def worst_ratios(commands: list[tuple[int, np.ndarray, np.ndarray]]) -> dict[str, float]:
     """Largest speed, acceleration and jerk of the stream as received, over their limits."""
     positions = np.array([position for _, position, _ in commands])
-    parts = np.split(positions, broken_off(np.array([stamp for stamp, _, _ in commands])))
+    parts = streams(positions, np.array([stamp for stamp, _, _ in commands]))
 
     def largest(order: int, limit: np.ndarray, rounding: float = 0.0) -> float:
         found = [np.abs(np.diff(rows, order, axis=0)) / PERIOD_S**order - rounding for rows in parts]

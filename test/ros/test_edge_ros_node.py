@@ -16,7 +16,7 @@ pytest.importorskip("vla_runtime.action", reason="the messages are not built: cm
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "fault"))
 
-from edge_rig import broken_off
+from edge_rig import streams
 from ros_rig import HOLDING, INSTRUCTION, LIMITS, NOMINAL, GoalStatus, RosRig, alive, own_children
 
 from vla_common import wire
@@ -41,31 +41,25 @@ def make_rig(tmp_path):
         assert not [path for path in Path("/dev/shm").glob(f"vla-edge.{rig.robot}.*")]
 
 
-def streams(rows):
-    """The rows, split where a stream was broken off; outputs without stamps do not show it."""
-    return np.split(rows, broken_off(rows[:, 1]))
-
-
 def check_limits(rows):
     """Speed, acceleration and jerk of the commands by finite differences, and positions. rows: one per tick."""
-    q = rows[:, 2:2 + JOINTS]
-    assert (q >= LIMITS.position_lower).all() and (q <= LIMITS.position_upper).all()
-    for order, limit in ((1, LIMITS.velocity), (2, LIMITS.acceleration), (3, LIMITS.jerk)):
-        # A position of 3 rad is rounded to 4e-16, which a third difference turns into 2e-9 rad/s³.
-        assert (np.abs(np.diff(q, order, axis=0)) / T**order <= limit * (1 + 1e-9) + 1e-8 * (order == 3)).all(), order
+    for q in streams(rows[:, 2:2 + JOINTS], rows[:, 1]):
+        assert (q >= LIMITS.position_lower).all() and (q <= LIMITS.position_upper).all()
+        for order, limit in ((1, LIMITS.velocity), (2, LIMITS.acceleration), (3, LIMITS.jerk)):
+            # A position of 3 rad is rounded to 4e-16, which a third difference turns into 2e-9 rad/s³.
+            assert (np.abs(np.diff(q, order, axis=0)) / T**order <= limit * (1 + 1e-9) + 1e-8 * (order == 3)).all(), order
 
 
 def check_damped_stop(rows, first):
     """From row ``first``, sent while moving: slows down to exact rest within the limits and without reversal."""
-    for stream in streams(rows):
-        check_limits(stream)
-    stop, *later = streams(rows[first - 1:])
-    velocity = np.diff(stop[:, 2:2 + JOINTS], axis=0)
+    check_limits(rows)
+    stop, *later = streams(rows[first - 1:, 2:2 + JOINTS], rows[first - 1:, 1])
+    velocity = np.diff(stop, axis=0)
     assert np.abs(velocity[0]).max() / T > 0.15, "it was moving"
     assert later or not velocity[-1].any(), "it stands"
     for stream in later:
-        print(f"\nthe motor process did not run; stands from tick {len(stop)} of the stop on")
-        assert not np.diff(stream[:, 2:2 + JOINTS], axis=0).any(), "it stands after a stall"
+        print(f"\nthe motor process did not run from tick {len(stop)} of the stop")
+        assert not np.diff(stream, axis=0).any(), "it stands after a stall"
     for column in velocity.T:
         signs = np.sign(column[np.abs(column) > 1e-12])
         assert (signs == signs[:1]).all(), "no reversal"
