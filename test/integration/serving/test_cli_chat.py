@@ -74,6 +74,7 @@ class Pty:
         end = time.monotonic() + 30.0
         while self.state() != "S":
             assert time.monotonic() < end, f"process state {self.state()}"
+            time.sleep(0.001)
 
     def state(self) -> str:
         """As in proc(5): S is asleep until something comes."""
