@@ -124,7 +124,7 @@ TABLE: dict[Stage, dict[str, list[str]]] = {
         "refused_busy_d": [AP, NEED], "refused_bad_d": [AP, "Fail"], "refused_busy_p": [AD, WD, NEED],
         "refused_bad_p": [AD, WD, "Fail"], "prefilled": [], "push_failed": [AD, WD, NEED], "tokens": ["Emit"],
         "next_tokens": [AP, AD, NEED], "too_many_tokens": [AP, AD, NEED], "finished": [AP, AD, NEED],
-        "aborted_d": [AP, NEED], "aborted_p": [AD, WD, NEED], "failed_d": [AP, NEED], "failed_transfer": [AP, NEED],
+        "aborted_d": [AP, NEED], "aborted_p": [AD, WD, NEED], "failed_d": [AP, NEED], "failed_transfer": [AP],
         "failed_p": [AD, WD, NEED], "lost_d": [AP, NEED], "dead_d": [AP, NEED], "lost_p": [AD, NEED],
         "dead_p": [AD, WD, NEED], "cancel": [AP, AD, "Fail"], "end_here": [AP, AD, "End"],
         "give_up": [AP, AD, "Fail"],
@@ -189,6 +189,37 @@ def test_a_dead_p_is_dropped_and_another_prefills() -> None:  # sglang#6215
     assert life.handle(e.Reserved(D, 1), 3) == [e.SendPrefill(P2, 1, D)]
     assert life.handle(e.TokensCame(D, 0, 10, [7]), 4) == []  # of the attempt that was dropped
     assert life.handle(e.TokensCame(D, 1, 10, [1]), 5) == [e.Emit((1,))]
+
+
+def test_the_death_of_p_is_one_failure_even_if_d_is_the_first_to_say_so() -> None:
+    life = at(Stage.PREFILLING)
+    broken = e.Failed(D, 0, "UNAVAILABLE", "the peer closed the link or died", True)
+    assert life.handle(broken, S) == [e.SendAbort(P, 0)]
+    assert life.workers == {P} and life.next_wake_ns == S + 50_000_000
+    assert life.handle(e.Tick(), S + 1) == []
+    assert life.handle(e.WorkerLost(P), S + 2) == [e.NeedPlace(frozenset({P}))]
+    assert life.handle(e.WorkerDead(P), S + 3) == []
+    assert life.handle(e.Placed(P2, D), S + 3) == [e.SendReserve(D, 1, P2)]
+    assert life.attempt == 1
+
+
+@pytest.mark.parametrize("last_word", [None, e.PushFailed(P, 0, "UNAVAILABLE", "cut"), e.Aborted(P, 0)])
+def test_a_p_that_lives_on_after_a_broken_transfer_is_used_again(last_word: e.Event | None) -> None:
+    life = at(Stage.PREFILLING)
+    life.handle(e.Failed(D, 0, "UNAVAILABLE", "the peer closed the link or died", True), S)
+    if last_word is not None:
+        assert life.handle(last_word, S + 1) == []
+    assert life.handle(e.Tick(), S + 50_000_000) == [e.NeedPlace(frozenset({D}), P)]
+    assert life.handle(e.Placed(P, D2), S + 50_000_000) == [e.SendReserve(D2, 1, P)]
+
+
+def test_the_preferred_p_is_lost_while_no_worker_has_room() -> None:
+    life = at(Stage.TRANSFERRING)
+    assert life.handle(e.WorkerLost(D), S) == [e.NeedPlace(frozenset({D}), P)]
+    assert life.handle(e.NotPlaced("full"), S) == []
+    assert life.handle(e.WorkerLost(P), S + 1) == [e.NeedPlace(frozenset({P}))]
+    assert life.handle(e.NotPlaced("full"), S + 1) == []
+    assert life.next_wake_ns is not None and life.next_wake_ns > S + 1
 
 
 def test_a_dead_d_goes_on_with_the_tokens_so_far_and_the_p_that_has_the_prompt() -> None:

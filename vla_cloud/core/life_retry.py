@@ -20,6 +20,7 @@ class LifeConfig:
         capacity_wait_s: longest time without a worker that takes the request; then it ends with the last reason.
         retry_delay_s, max_retry_delay_s: between tries to place it; doubles.
         settle_s: how long an acknowledgement of a stopped writer is awaited; D's lease.
+        writer_word_s: when D says that KV will not come and P has said nothing: how long it is awaited whether P died.
         transfer_late_s: from pushed bytes to the time after Prefilled in which D must show the first token.
     """
 
@@ -28,6 +29,7 @@ class LifeConfig:
     retry_delay_s: float = 0.02
     max_retry_delay_s: float = 1.0
     settle_s: float = 60.0
+    writer_word_s: float = 0.05
     transfer_late_s: Callable[[int], float] = lambda num_bytes: 2.0 + num_bytes / 0.2e9
 
 

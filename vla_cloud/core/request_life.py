@@ -5,8 +5,9 @@
 
 It ends once, with ``End`` or ``Fail``, at its deadline at the latest. A failure begins a new attempt in PLACING with
 the prompt and the tokens streamed so far: elsewhere after a death, on another D with the same P (whose cache holds the
-prompt) after a failed or late transfer, then on another P as well. A worker's name stands for one process: after a
-restart it has another.
+prompt) after a failed or late transfer, then on another P as well. When D is the first to say that KV will not come,
+P may just have died: it is given a moment to be heard of, so that one death is one failure and no other D is asked in
+vain. A worker's name stands for one process: after a restart it has another.
 
 After the end it stays *unsettled* while a P worker that was told to stop may still write into blocks of a D worker;
 the owner keeps it until ``is_settled``, so that D learns when its quarantine is over. D's lease is the bound if no
@@ -143,7 +144,11 @@ class RequestLife:
     def workers(self) -> frozenset[str]:
         """Workers whose loss or death concerns this request."""
         work = self._work
-        present = () if work is None else (work.prefill, work.decode)
+        present: tuple[str | None, ...] = ()
+        if work is not None:
+            present = (work.prefill, work.decode)
+        elif self.stage is Stage.PLACING:
+            present = (self._retries.prefer,)
         return frozenset(name for name in present if name is not None) | self._writers.workers
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
@@ -207,7 +212,8 @@ class RequestLife:
             case Failed(worker, _, code, message, transfer):
                 work.held = False
                 if transfer:
-                    self._transfer_failed(message, work, now_ns)
+                    wait_s = self._config.writer_word_s if work.writing else 0.0
+                    self._transfer_failed(message, work, now_ns, wait_s)
                 else:
                     self._blame(worker, Fail(code, message), now_ns)
             case Aborted(worker):
@@ -247,7 +253,7 @@ class RequestLife:
             return
         self._wake_ns = None
         if self.stage is Stage.PLACING:
-            self._actions.append(NeedPlace(self._retries.exclude, self._retries.prefer))
+            self._need_place()
         elif self.stage is Stage.TRANSFERRING and self._work is not None:
             self._transfer_failed(f"{self._work.decode} did not show the KV that was sent to it", self._work, now_ns)
 
@@ -305,13 +311,16 @@ class RequestLife:
         else:
             self._fail(fail, now_ns)
 
-    def _transfer_failed(self, message: str, work: _Attempt, now_ns: int) -> None:
+    def _transfer_failed(self, message: str, work: _Attempt, now_ns: int, wait_s: float = 0.0) -> None:
         exclude, prefer = self._retries.after_failed_transfer(work.prefill, work.decode)
-        self._count_failure(Fail("UNAVAILABLE", message), exclude, prefer, now_ns)
+        self._count_failure(Fail("UNAVAILABLE", message), exclude, prefer, now_ns, wait_s)
 
     def _worker_lost(self, worker: str, now_ns: int) -> None:
         work, fail = self._work, Fail("UNAVAILABLE", f"worker {worker} died")
         if work is None:
+            if self._retries.prefer == worker:  # it was P that failed, not D
+                self._retries.begin_again(fail, frozenset({worker}), None)
+                self._need_place()
             return
         if worker == work.decode and work.held:
             work.held = False
@@ -326,22 +335,31 @@ class RequestLife:
         else:
             self._count_failure(fail, {worker}, None, now_ns)
 
-    def _count_failure(self, fail: Fail, exclude: Iterable[str], prefer: str | None, now_ns: int) -> None:
+    def _count_failure(
+        self, fail: Fail, exclude: Iterable[str], prefer: str | None, now_ns: int, wait_s: float = 0.0
+    ) -> None:  # fmt: skip
         retries = self._retries
         retries.failures += 1
         if retries.failures >= self._config.max_failures and not self._is_complete:
             self._fail(Fail(fail.code, f"{fail.message}; given up after {retries.failures} failures"), now_ns)
         else:
             retries.begin_again(fail, frozenset(exclude), None if prefer in self._lost else prefer)
-            self._begin_again(now_ns)
+            self._begin_again(now_ns, wait_s)
 
-    def _begin_again(self, now_ns: int) -> None:
+    def _begin_again(self, now_ns: int, wait_s: float = 0.0) -> None:
         self._release(now_ns)
         if self._is_complete:  # all that was missing was the word that it is
             self._end("stop" if self.outputs[-1] in self._stop_token_ids else "length", now_ns)
             return
         self.attempt += 1
-        self.stage, self._wake_ns = Stage.PLACING, None
+        self.stage = Stage.PLACING
+        if wait_s > 0.0:
+            self._wake_ns = now_ns + round(wait_s * NS_PER_S)
+        else:
+            self._need_place()
+
+    def _need_place(self) -> None:
+        self._wake_ns = None
         self._actions.append(NeedPlace(self._retries.exclude, self._retries.prefer))
 
     @property
