@@ -213,6 +213,16 @@ def test_a_p_that_lives_on_after_a_broken_transfer_is_used_again(last_word: e.Ev
     assert life.handle(e.Placed(P, D2), S + 50_000_000) == [e.SendReserve(D2, 1, P)]
 
 
+def test_a_second_broken_transfer_from_the_same_p_waits_for_nobody() -> None:
+    life = at(Stage.PREFILLING)
+    life.handle(e.Failed(D, 0, "UNAVAILABLE", "checksum", True), 0)
+    life.handle(e.Tick(), S)
+    life.handle(e.Placed(P, D2), S)
+    life.handle(e.Reserved(D2, 1), S)
+    again = e.Failed(D2, 1, "UNAVAILABLE", "checksum", True)
+    assert life.handle(again, S) == [e.SendAbort(P, 1), e.NeedPlace(frozenset({D2, P}))]
+
+
 def test_the_preferred_p_is_lost_while_no_worker_has_room() -> None:
     life = at(Stage.TRANSFERRING)
     assert life.handle(e.WorkerLost(D), S) == [e.NeedPlace(frozenset({D}), P)]

@@ -212,8 +212,7 @@ class RequestLife:
             case Failed(worker, _, code, message, transfer):
                 work.held = False
                 if transfer:
-                    wait_s = self._config.writer_word_s if work.writing else 0.0
-                    self._transfer_failed(message, work, now_ns, wait_s)
+                    self._transfer_failed(message, work, now_ns)
                 else:
                     self._blame(worker, Fail(code, message), now_ns)
             case Aborted(worker):
@@ -311,8 +310,10 @@ class RequestLife:
         else:
             self._fail(fail, now_ns)
 
-    def _transfer_failed(self, message: str, work: _Attempt, now_ns: int, wait_s: float = 0.0) -> None:
+    def _transfer_failed(self, message: str, work: _Attempt, now_ns: int) -> None:
         exclude, prefer = self._retries.after_failed_transfer(work.prefill, work.decode)
+        # P has not said a last word: D is the first to notice, perhaps that P died.
+        wait_s = self._config.writer_word_s if work.writing and prefer is not None else 0.0
         self._count_failure(Fail("UNAVAILABLE", message), exclude, prefer, now_ns, wait_s)
 
     def _worker_lost(self, worker: str, now_ns: int) -> None:
