@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import resource
 
@@ -39,10 +40,11 @@ async def one(it: Rig, rng: random.Random, number: int) -> str:
     return "ok"
 
 
-async def storm(it: Rig, total: int, seed: int, kills: int = 0, at_once: int = 16) -> dict[str, int]:
+async def storm(it: Rig, total: int, seed: int, kills: int = 0, at_once: int = 16, served: int = 0) -> dict[str, int]:
+    """``total`` requests, and more until ``served`` went well: refusals are quick, so their share depends on the machine."""
     rng = random.Random(seed)
     ends: dict[str, int] = {}
-    todo = iter(range(total))
+    todo = itertools.takewhile(lambda number: number < total or ends.get("ok", 0) < served, itertools.count())
     done = 0
 
     async def lane() -> None:
@@ -65,7 +67,7 @@ async def storm(it: Rig, total: int, seed: int, kills: int = 0, at_once: int = 1
 
 
 def check(it: Rig, ends: dict[str, int], total: int) -> None:
-    assert sum(ends.values()) == total and set(ends) <= NAMES, ends
+    assert sum(ends.values()) >= total and set(ends) <= NAMES, ends
     assert ends["ok"] > total / 10 and len(ends) >= 3, ends
     placement = it.service._placement
     assert not placement._placed and not it.service._by_id and not it.service._by_wire_id
@@ -98,7 +100,7 @@ def test_blocks_are_back_after_random_aborts_and_kills() -> None:
 def test_overload_in_the_storm_is_refused_and_nothing_leaks() -> None:
     async def go() -> None:
         async with rig(admission=few(max_active=4, max_queued=4), max_waiting=2, max_running=2) as it:
-            ends = await storm(it, 150, seed=3)
+            ends = await storm(it, 150, seed=3, served=16)
             await it.baseline()
             assert ends.get("RESOURCE_EXHAUSTED", 0) > 5
             check(it, ends, 150)
