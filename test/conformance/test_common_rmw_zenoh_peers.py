@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import sys
 import sysconfig
 import warnings
@@ -17,6 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+from free_port import free_endpoint
 
 from vla_common import messages, topics, wire
 from vla_common.clock import NS_PER_S, SystemClock, sleep_s
@@ -53,9 +55,7 @@ class ShieldCommand(IdlStruct, typename="vla_runtime/msg/ShieldCommand"):
 
 @pytest.fixture
 def endpoint():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp/127.0.0.1:{probe.getsockname()[1]}"
+    return free_endpoint()
 
 
 @pytest.fixture(scope="module", autouse=True)

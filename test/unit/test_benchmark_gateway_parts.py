@@ -202,4 +202,5 @@ def test_processor_time_of_another_process_is_read():
     before_s = processes.cpu_s(os.getpid())
     while time.process_time() < before_s + 0.01:
         pass
-    assert processes.cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=0.01)
+    before_s, got_s = time.process_time(), processes.cpu_s(os.getpid())
+    assert before_s <= got_s <= time.process_time()

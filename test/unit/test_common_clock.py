@@ -17,7 +17,7 @@ def test_system_clock_never_wakes_early():
         assert clock.monotonic_ns() >= deadline_ns
     before_ns = clock.monotonic_ns()
     clock.sleep_until_ns(before_ns - 10**12)
-    assert clock.monotonic_ns() - before_ns < 10**9
+    assert clock.monotonic_ns() - before_ns < 60 * 10**9  # not 1,000 s
     assert clock.wall_ns() > 1_600_000_000 * 10**9
 
 
@@ -34,7 +34,7 @@ def test_manual_clock_wakes_waiters_at_their_deadline():
     clock.advance_ns(99)
     assert not woke.wait(0.05)
     clock.advance_ns(1)
-    assert woke.wait(2)
+    assert woke.wait(60)
     thread.join()
     assert clock.wall_ns() == 1_700_000_000 * 10**9 + 200
     with pytest.raises(ValueError, match="go back"):

@@ -333,7 +333,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.skipif(not HAS_OTEL, reason="opentelemetry is not installed: pip install 'vla-runtime[otel]'")
-def test_a_collector_gets_the_same_ids_and_times() -> None:
+def test_a_collector_gets_the_same_ids_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vla_common.otel.TIMEOUT_S", 60.0)
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     collector, clock = Collector(), ManualClock()

@@ -310,8 +310,11 @@ def test_a_gone_supervisor_is_named(tmp_path):
 def test_a_slow_reader_does_not_slow_the_writer(memory):
     """The writer never waits: ten thousand records while no one reads."""
     clock, record = SystemClock(), memory.blank("joints")
-    start_ns = clock.monotonic_ns()
-    for _ in range(10_000):
-        memory.write("joints", record)
-    assert clock.monotonic_ns() - start_ns < 5_000_000_000
+    rounds_ns = []
+    for _ in range(3):  # the machine may stand still in one
+        start_ns = clock.monotonic_ns()
+        for _ in range(10_000):
+            memory.write("joints", record)
+        rounds_ns.append(clock.monotonic_ns() - start_ns)
+    assert min(rounds_ns) < 5_000_000_000
     sleep_s(clock, 0.0)

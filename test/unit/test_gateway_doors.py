@@ -30,7 +30,9 @@ CONFIG = CloudConfig(
 )
 
 
-def test_doors_open_serve_drain_and_close(tmp_path):
+def test_doors_open_serve_drain_and_close(tmp_path, monkeypatch):
+    monkeypatch.setattr("vla_cloud.gateway.grpc_server._LAST_WORDS_S", 60.0)
+
     async def go():
         service = ScriptedService(lambda _: [[*b"Hello"]], gate=asyncio.Event())
         doors = Doors(CONFIG, tiny_tokenizer(tmp_path), service, SystemClock())

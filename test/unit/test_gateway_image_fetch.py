@@ -184,7 +184,7 @@ class Names:
 
 def fetcher(site: Site, names: Names, **changes: object) -> ImageFetcher:
     rules = dict(
-        allow_hosts=(f"a.test:{site.port}", f"b.test:{site.port}"), allow_http=True, allow_networks=("127.0.0.1/32",), timeout_s=5.0
+        allow_hosts=(f"a.test:{site.port}", f"b.test:{site.port}"), allow_http=True, allow_networks=("127.0.0.1/32",), timeout_s=60.0
     )
     return ImageFetcher(FetchRules(**{**rules, **changes}), SystemClock(), names, TLS)
 
@@ -314,6 +314,8 @@ def plain_listener() -> Iterator[tuple[int, list[bytes]]]:
     got: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
+        listener.settimeout(60.0)
+
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
@@ -327,7 +329,7 @@ def plain_listener() -> Iterator[tuple[int, list[bytes]]]:
 
 def test_tls_asks_for_the_name_and_nothing_is_sent_in_the_clear() -> None:
     with plain_listener() as (port, got):
-        rules = FetchRules(allow_hosts=(f"a.test:{port}",), allow_networks=("127.0.0.1/32",))
+        rules = FetchRules(allow_hosts=(f"a.test:{port}",), allow_networks=("127.0.0.1/32",), timeout_s=60.0)
         with pytest.raises(FetchError, match="could not be fetched"):
             ImageFetcher(rules, SystemClock(), Names(a_test=LOCAL)).fetch(f"https://a.test:{port}/secret", 4096)
     (hello,) = got
@@ -365,7 +367,8 @@ def test_over_tls_the_certificate_must_be_of_the_name_though_an_address_is_calle
     site.server.socket = server.wrap_socket(site.server.socket, server_side=True)
     site.paths |= {"/": send(), "/down": redirect(f"http://a.test:{site.port}/")}
     names = Names(a_test=LOCAL, b_test=LOCAL)
-    rules = FetchRules(allow_hosts=(f"a.test:{site.port}", f"b.test:{site.port}"), allow_http=True, allow_networks=("127.0.0.1/32",))
+    hosts = (f"a.test:{site.port}", f"b.test:{site.port}")
+    rules = FetchRules(allow_hosts=hosts, allow_http=True, allow_networks=("127.0.0.1/32",), timeout_s=60.0)
     trusting = ImageFetcher(rules, SystemClock(), names, ssl.create_default_context(cafile=path))
     assert trusting.fetch(f"https://a.test:{site.port}/", 4096).data == PNG
     with pytest.raises(FetchError, match="from https to something else"):

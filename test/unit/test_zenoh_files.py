@@ -1,12 +1,15 @@
 """The Zenoh configuration files: accepted by Zenoh, equal to what our own sessions use, and a link that carries data."""
 
 import json
-import socket
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import zenoh
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+from free_port import free_port
 
 from vla_common.bus_config import session_config
 
@@ -43,9 +46,7 @@ def test_robot_parts_its_two_links_by_priority_and_the_cloud_takes_both():
 
 
 def test_sessions_made_from_the_files_talk_over_two_links():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def session(name):
         text = (FOLDER / f"{name}.json5").read_text().replace(":7448", f":{port}")
@@ -54,8 +55,9 @@ def test_sessions_made_from_the_files_talk_over_two_links():
     cloud, robot = session("cloud"), session("robot")
     try:
         heard = cloud.declare_subscriber("test/**", zenoh.handlers.RingChannel(8))
-        got, deadline = {}, time.monotonic() + 10.0
-        while len(got) < 2 and time.monotonic() < deadline:
+        got, deadline = {}, time.monotonic() + 60.0
+        # A pause of over 0.4 s, the lease, ends a link, which is opened again.
+        while (len(got) < 2 or len(list(robot.info.links())) != 2) and time.monotonic() < deadline:
             robot.put("test/command", b"quick", priority=zenoh.Priority.REAL_TIME)
             robot.put("test/image", bytes(200_000), priority=zenoh.Priority.DATA_LOW)
             while (sample := heard.try_recv()) is not None:

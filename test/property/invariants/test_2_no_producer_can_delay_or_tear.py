@@ -279,7 +279,7 @@ def test_writers_killed_at_random_moments(tmp_path, lives, least_reads):
                 torn += raw[:8] != bytes(8) and not is_whole(raw)
     finally:
         nursery.stdin.close()
-        nursery.wait(10.0)
+        nursery.wait(60.0)
         nursery.stdout.close()
         file.unlink()
         file.close()
