@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -147,7 +148,7 @@ class Process:
 def ends(kind, closing, verify=Verify.FULL, seed=1, layout=LAYOUT, blocks=BLOCKS):
     target, source = pool(layout, blocks), pool(layout, blocks, seed)
     receiver = closing(make_receiver(kind, target, CLOCK, ReceiverOptions(verify=verify)))
-    sender = closing(make_sender(kind, source, CLOCK, SenderOptions(connect_s=2.0)))
+    sender = closing(make_sender(kind, source, CLOCK, SenderOptions(connect_s=LIVE_S)))
     return target, source, receiver, sender
 
 
@@ -295,7 +296,7 @@ def test_a_sender_does_not_write_what_it_was_not_granted(kind, closing, blocks, 
 def test_another_layout_is_refused_by_the_name_of_the_field_and_within_the_deadline(kind, closing, field, value):
     receiver = closing(make_receiver(kind, pool(), CLOCK))
     layout = KvLayout(**(LAYOUT.to_json() | {field: value}))
-    sender = closing(make_sender(kind, KvMemory(layout, 4), CLOCK, SenderOptions(connect_s=2.0)))
+    sender = closing(make_sender(kind, KvMemory(layout, 4), CLOCK, SenderOptions(connect_s=LIVE_S)))
     with pytest.raises(LayoutMismatch) as caught:
         sender.connect(receiver.address)
     assert caught.value.field == field
@@ -318,6 +319,32 @@ def test_close_waits_for_a_connection_that_is_just_ending(kind, closing, monkeyp
     sender = closing(make_sender(kind, KvMemory(KvLayout(**(LAYOUT.to_json() | {"kv_heads": 3})), 4), CLOCK))
     with pytest.raises(LayoutMismatch):
         sender.connect(receiver.address)  # the fixture finds a thread that is left
+
+
+class SlowLock:
+    """A lock after which the threads of links are slow."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.1)
+
+
+def test_close_waits_for_a_link_that_is_just_ending(kind, closing):
+    receiver = closing(make_receiver(kind, pool(), CLOCK))
+    receiver._lock = SlowLock()
+    sender = closing(make_sender(kind, pool(), CLOCK))
+    sender.connect(receiver.address)
+    sender.close()
+    wait(lambda: [1] if not receiver._threads else [])
+    receiver.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == f"kv-{receiver.kind}-0"]
 
 
 def _listener(kind):
@@ -343,7 +370,8 @@ def test_a_receiver_that_never_answers_is_an_error_in_time(kind, closing, greeti
 
     thread = threading.Thread(target=serve)
     thread.start()
-    sender = closing(make_sender(kind, pool(), CLOCK, SenderOptions(connect_s=0.3)))
+    # What it waits for is the end of this time only if nothing comes.
+    sender = closing(make_sender(kind, pool(), CLOCK, SenderOptions(connect_s=LIVE_S if greeting else 0.3)))
     began = time.monotonic()
     with pytest.raises(LayoutMismatch if greeting and greeting[4] == 9 else PeerUnreachable):
         sender.connect(address)
@@ -372,8 +400,9 @@ def test_a_wrong_token_is_refused_and_counted(kind, closing):
     target, _, receiver, sender = ends(kind, closing)
     receiver.expect(Reservation("right", (1,), 1))
     sender.open("wrong", receiver.address, soon())
-    sender.push("wrong", range(6), [0], [1])
-    sender.finish("wrong", b"")
+    with contextlib.suppress(ValueError):  # it may be refused before
+        sender.push("wrong", range(6), [0], [1])
+        sender.finish("wrong", b"")
     (failed,) = wait(sender.poll)
     assert isinstance(failed, Failed) and failed.cause is Cause.REFUSED
     assert receiver.counters.late == 1 and (target.array == SENTINEL).all() and receiver.poll() == []
@@ -421,8 +450,9 @@ def test_cancelled_before_a_writer_came_is_free_at_once_and_late_signals_are_ign
     assert receiver.cancel("t") and receiver.writer_gone("t")
     receiver.expect(Reservation("next", (1, 2), 2))  # the same blocks
     sender.open("t", receiver.address, soon())
-    sender.push("t", range(6), [0, 1], [1, 2])
-    sender.finish("t", b"late")
+    with contextlib.suppress(ValueError):  # it may be refused before
+        sender.push("t", range(6), [0, 1], [1, 2])
+        sender.finish("t", b"late")
     (failed,) = wait(sender.poll)
     assert failed.cause is Cause.REFUSED and receiver.counters.late == 1
     assert (target.array == SENTINEL).all() and receiver.poll() == []
@@ -466,11 +496,15 @@ def test_after_abort_nothing_more_is_written(kind, closing):
         receiver.expect(Reservation(token, everything, attempt))
         sender.open(token, receiver.address, soon())
         sender.push(token, range(8), everything, everything)
+        transfer = sender._owners[token]._transfers[token]
         pushed_some = rng.uniform(0, 0.02)
         time.sleep(pushed_some)
         sender.abort(token)
-        if kind == "tcp":  # what was on its way may land while the reservation stands
+        if kind == "tcp" and transfer.opened:  # what was on its way may land while the reservation stands
             (broken,) = wait(receiver.poll)
+        elif kind == "tcp":  # on a busy machine it was aborted before the receiver heard of it
+            assert receiver.cancel(token)
+            broken = None
         before = pool_digest(target.array, everything)
         time.sleep(0.02)
         assert pool_digest(target.array, everything) == before
@@ -606,13 +640,6 @@ def test_a_late_writer_cannot_touch_blocks_of_the_next_request(kind, closing):
     assert receiver.poll() == [] and receiver.counters.arrived == 0
 
 
-def first_event(receiver, limit_s):
-    deadline = time.monotonic() + limit_s
-    while not (events := receiver.poll()) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return events[0] if events else None
-
-
 @pytest.mark.parametrize("stop", [False, True], ids=["killed", "stopped, cancelled, continued"])
 def test_a_writer_hit_at_any_moment_leaves_whole_kv_or_none(kind, closing, stop):
     """The writer's process is hit while it copies 128 MiB; what arrives is whole, and the rest is reused unharmed."""
@@ -642,7 +669,8 @@ def test_a_writer_hit_at_any_moment_leaves_whole_kv_or_none(kind, closing, stop)
             assert (target.array == SENTINEL).all()
         else:
             process.signal(signal.SIGKILL)
-            event = first_event(receiver, 3.0)
+            wait(lambda: [1] if not receiver._threads else [])
+            (event,) = receiver.poll() or [None]
             if event is None:  # on a busy machine it was hit before it was granted anything: there is no writer
                 assert receiver.cancel(token)
             elif isinstance(event, Arrived):
@@ -655,13 +683,14 @@ def test_a_writer_hit_at_any_moment_leaves_whole_kv_or_none(kind, closing, stop)
 def test_a_killed_receiver_fails_the_transfer_and_the_next_one_goes_elsewhere(kind, closing):
     first = closing(Process("receiver", kind))
     second = closing(make_receiver(kind, pool(), CLOCK))
-    sender = closing(make_sender(kind, pool(seed=1), CLOCK, SenderOptions(connect_s=2.0)))
+    sender = closing(make_sender(kind, pool(seed=1), CLOCK, SenderOptions(connect_s=LIVE_S)))
     assert first.ask("expect", "t", [1, 2], 1) is None
     sender.open("t", first.address, soon())
     sender.push("t", range(2), [0, 1], [1, 2])
     pushed(sender, "t")
     first.signal(signal.SIGKILL)
-    sender.push("t", range(2, 6), [0, 1], [1, 2])
+    with contextlib.suppress(ValueError):  # it may have failed before
+        sender.push("t", range(2, 6), [0, 1], [1, 2])
     (failed,) = wait(sender.poll)
     assert isinstance(failed, Failed) and failed.cause is Cause.UNREACHABLE
     first.process.wait()
@@ -682,7 +711,7 @@ def test_a_receiver_that_stands_still_costs_no_more_than_the_deadline(kind, clos
     assert receiver.ask("expect", "t", list(range(BIG_BLOCKS)), 1) is None
     assert receiver.ask("expect", "u", [1], 1)["error"] == "ValueError"
     sender.connect(receiver.address)
-    sender.open("t", receiver.address, soon(int(1.0e9)))
+    sender.open("t", receiver.address, soon(int(5.0e9)))
     receiver.signal(signal.SIGSTOP)
     sender.open("v", receiver.address, soon(int(0.3e9)))
     sender.push("t", range(8), range(BIG_BLOCKS), range(BIG_BLOCKS))

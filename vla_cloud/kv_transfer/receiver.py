@@ -74,6 +74,7 @@ class Receiver:
         self._table = Reservations(layout.layers, pool.shape[1], self.remote_writer, clock, options.orphan_s)
         self._links: dict[int, Link] = {}
         self._threads: dict[int, threading.Thread] = {}
+        self._leaving: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._closed = threading.Event()
@@ -143,7 +144,7 @@ class Receiver:
         os.eventfd_write(self._stop, 1)  # never read: wakes every thread
         self._accepting.join()
         with self._lock:
-            threads = list(self._threads.values())
+            threads = [*self._threads.values(), *self._leaving]
         for thread in threads:
             thread.join()
         self._listener.close()
@@ -202,8 +203,8 @@ class Receiver:
             sock.close()
             if not self._closed.is_set():
                 self._table.link_lost(number, why, proves_death)
-            with self._lock:
-                self._threads.pop(number, None)
+            with self._lock:  # it still has to end, for which close() waits
+                self._leaving = [*filter(threading.Thread.is_alive, self._leaving), self._threads.pop(number)]
 
     def _meet(self, sock: socket.socket) -> None:
         self._check_peer(sock)
