@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vla_cloud.cloud_main import parser, read_config
-from vla_cloud.config import CloudConfig, ServingConfig
+from vla_cloud.config import CloudConfig, RetryRules, ServingConfig
 from vla_cloud.core.generate import Priority
 from vla_cloud.pools.worker_settings import WorkerSettings, worker_specs
 from vla_common.config import ConfigError, from_mapping, load_config
@@ -61,14 +61,14 @@ def test_roles() -> None:
 
 
 def test_workers_are_told_what_they_need() -> None:
-    config = ServingConfig(model="smollm2", colocated=False, blocks=7, threads=3)
+    config = ServingConfig(model="smollm2", colocated=False, blocks=7, threads=3, retry=RetryRules(transfer_base_s=40.0))
     specs = worker_specs(config)
     assert [(spec.name, spec.role) for spec in specs] == [("p0", "prefill"), ("d0", "decode")]
     command = list(specs[1].command("unix:/x", "d0.4"))
     assert command[1:7] == ["-m", "vla_cloud.pools.worker_main", "--connect", "unix:/x", "--worker", "d0.4"]
     settings = from_mapping(WorkerSettings, json.loads(command[-1]))
     assert (settings.role, settings.model, settings.blocks, settings.threads) == ("decode", "smollm2", 7, 3)
-    assert settings.nice == 10
+    assert (settings.nice, settings.transfer_base_s) == (10, 40.0)
     assert specs[0].environment["OMP_NUM_THREADS"] == "3"
 
 

@@ -36,10 +36,10 @@ class CountingRunner(KvChainRunner):
         return super().copy_blocks_out(blocks)
 
 
-def settings(role: str, host_swap_blocks: int) -> WorkerSettings:
+def settings(role: str, host_swap_blocks: int, **changes: float) -> WorkerSettings:
     return WorkerSettings(
         role=role, model="chain", context_tokens=None, transfer="shared_memory", blocks=20, chunk_tokens=64,
-        max_running=8, max_waiting=8, threads=1, host_swap_blocks=host_swap_blocks,
+        max_running=8, max_waiting=8, threads=1, host_swap_blocks=host_swap_blocks, **changes,
     )  # fmt: skip
 
 
@@ -75,6 +75,15 @@ def test_a_prefill_worker_measures_nothing_and_keeps_nothing_on_the_host(memory:
     runner = CountingRunner(clock, memory)
     build_engine(Loaded(runner, memory, ()), settings("prefill", 32), clock).close()
     assert runner.batches == runner.copied == 0
+
+
+@pytest.mark.parametrize(("base_s", "most_s"), [(0.5, 25.0), (40.0, 40.0)])
+def test_a_transfer_may_take_as_long_as_the_configuration_says(memory: KvMemory, base_s: float, most_s: float) -> None:
+    clock = ManualClock(1)
+    told = settings("prefill", 0, transfer_base_s=base_s)
+    engine = build_engine(Loaded(CountingRunner(clock, memory), memory, ()), told, clock)
+    assert (engine._config.transfer.base_s, engine._config.transfer.max_s) == (base_s, most_s)
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,27 @@ def test_times_become_wall_clock_by_the_processs_own_clocks() -> None:
     assert (kept.spans[0].begin_ns, kept.spans[0].end_ns) == (4_000, 4_000), "never ends before it begins"
 
 
+class HeldUpOnce(ManualClock):
+    """10 ms pass between the first reading of one clock and that of the other."""
+
+    held_up = False
+
+    def wall_ns(self) -> int:
+        wall_ns = super().wall_ns()
+        if not self.held_up:
+            self.held_up = True
+            self.advance_ns(10_000_000)
+        return wall_ns
+
+
+def test_a_reading_of_the_clocks_that_was_held_up_does_not_count() -> None:
+    kept, clock = Kept(), HeldUpOnce(start_ns=5_000, wall_ns=1_700_000_000_000_000_000)
+    queue = SpanQueue(kept, clock, limit=10)
+    Tracer(queue, 1.0).span(TRACE, CALLER, b"", "s", 4_000, 3_000, error="", n=1)
+    queue.close()
+    assert kept.offsets_ns == [1_700_000_000_000_000_000]
+
+
 # files
 
 

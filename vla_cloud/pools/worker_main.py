@@ -15,6 +15,7 @@ from typing import Final
 
 from vla_cloud.core.block_pool import BLOCK_TOKENS
 from vla_cloud.core.step_plan import Role, SchedulerConfig
+from vla_cloud.core.transfer_plan import TransferConfig
 from vla_cloud.engine.calibrate import with_host_swap
 from vla_cloud.engine.grammars import GrammarBackend
 from vla_cloud.engine.runner import ModelRunner
@@ -114,7 +115,9 @@ def build_engine(loaded: Loaded, settings: WorkerSettings, clock: Clock) -> Work
     )  # fmt: skip
     if role is not Role.PREFILL:  # P decodes nothing, and what it computed for a prompt lies in its cache
         limits = with_host_swap(runner, limits, settings.host_swap_blocks, clock)
-    config = EngineConfig(scheduler=limits, eos_token_ids=loaded.eos_token_ids)
+    base_s = settings.transfer_base_s
+    transfer = TransferConfig(base_s=base_s, max_s=max(base_s, TransferConfig.max_s))
+    config = EngineConfig(scheduler=limits, transfer=transfer, eos_token_ids=loaded.eos_token_ids)
     sender = _sender(settings.transfer, loaded, clock) if role is Role.PREFILL else None
     receiver = _receiver(settings.transfer, loaded, clock) if role is Role.DECODE else None
     return WorkerEngine(runner, config, clock, sender, receiver, loaded.grammars)

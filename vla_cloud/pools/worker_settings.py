@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 
-from vla_cloud.config import ServingConfig
+from vla_cloud.config import RetryRules, ServingConfig
 from vla_cloud.pools.worker_child import WorkerSpec
 from vla_common.tracing import TracingConfig
 
@@ -26,6 +26,7 @@ class WorkerSettings:
     threads: int
     nice: int = 0
     host_swap_blocks: int = 0
+    transfer_base_s: float = RetryRules.transfer_base_s
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
@@ -38,7 +39,8 @@ def worker_specs(
         settings = WorkerSettings(
             role, config.model, config.context_tokens, config.transfer, config.blocks, config.chunk_tokens,
             config.max_running, config.max_waiting, config.threads, config.nice,
-            host_swap_blocks=config.host_swap_blocks, tracing=tracing or TracingConfig(),
+            host_swap_blocks=config.host_swap_blocks, transfer_base_s=config.retry.transfer_base_s,
+            tracing=tracing or TracingConfig(),
         )  # fmt: skip
         text = json.dumps(asdict(settings))
 

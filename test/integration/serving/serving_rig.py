@@ -28,13 +28,13 @@ ROOT = HERE.parents[2]
 sys.path.insert(0, str(ROOT / "test" / "fakes"))
 from kv_chain_runner import reference  # noqa: E402, F401
 
-RULES = WorkerRules(heartbeat_s=0.1, hang_s=2.5, start_s=30.0, stop_s=2.0, backoff_min_s=0.05, backoff_max_s=0.4)
+RULES = WorkerRules(heartbeat_s=0.1, hang_s=60.0, start_s=120.0, stop_s=2.0, backoff_min_s=0.05, backoff_max_s=0.4)
 BASE = ServingConfig(
-    model="chain", colocated=False, blocks=128, chunk_tokens=64, max_running=16, deadline_s=30.0, nice=0,
-    retry=RetryRules(transfer_base_s=5.0, capacity_wait_s=15.0), supervisor=RULES,
+    model="chain", colocated=False, blocks=128, chunk_tokens=64, max_running=16, deadline_s=120.0, nice=0,
+    retry=RetryRules(transfer_base_s=10.0, capacity_wait_s=60.0), supervisor=RULES,
 )  # fmt: skip
-SLOW_PREFILL = {"CHAIN_TOKEN_S": "0.002"}
-SLOW_STEP = {"CHAIN_STEP_S": "0.01"}
+SLOW_PREFILL = {"CHAIN_TOKEN_S": "0.008"}
+SLOW_STEP = {"CHAIN_STEP_S": "0.05"}
 SLOW = {"p0": SLOW_PREFILL, "p1": SLOW_PREFILL, "d0": SLOW_STEP, "d1": SLOW_STEP}
 PROMPT = list(range(1, 201))
 
@@ -69,7 +69,7 @@ class Rig:
     def state(self, name: str) -> str:
         return next(info.state for info in self.supervisor.infos() if info.name == name)
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         for _ in range(round(timeout_s / 0.01)):
             if condition():
                 return
@@ -120,7 +120,7 @@ async def rig(
     await supervisor.start()
     try:
         if wait:
-            assert await supervisor.wait_ready(30.0), supervisor.infos()
+            assert await supervisor.wait_ready(120.0), supervisor.infos()
         yield Rig(service, supervisor)
     finally:
         service.close()

@@ -54,8 +54,8 @@ def is_alive(pid: int) -> bool:
 def test_a_gateway_leaves_nothing_behind_and_the_next_one_starts(temporary: Path, number: int) -> None:
     gateway, pids = start()
     gateway.send_signal(number)
-    assert gateway.wait(15) in (-number, 0)
-    for _ in range(500):
+    assert gateway.wait(60) in (-number, 0)
+    for _ in range(6000):
         if not any(is_alive(pid) for pid in pids):
             break
         time.sleep(0.01)
@@ -65,7 +65,7 @@ def test_a_gateway_leaves_nothing_behind_and_the_next_one_starts(temporary: Path
         gateway, pids = start()
         assert not left.exists() and len(list(temporary.iterdir())) == 1
         gateway.terminate()
-        assert gateway.wait(15) == 0
+        assert gateway.wait(60) == 0
     assert not list(temporary.iterdir())
 
 
@@ -73,8 +73,8 @@ def test_a_stopped_worker_ends_with_a_killed_gateway() -> None:
     gateway, pids = start()
     os.kill(pids[0], signal.SIGSTOP)
     gateway.kill()
-    gateway.wait(15)
-    for _ in range(500):
+    gateway.wait(60)
+    for _ in range(6000):
         if not any(is_alive(pid) for pid in pids):
             break
         time.sleep(0.01)
@@ -85,7 +85,7 @@ def test_a_stopped_worker_does_not_keep_the_gateway_from_ending() -> None:
     gateway, pids = start()
     os.kill(pids[0], signal.SIGSTOP)
     gateway.send_signal(signal.SIGTERM)
-    assert gateway.wait(15) == 0
+    assert gateway.wait(60) == 0
     assert not [pid for pid in pids if is_alive(pid)]
 
 
@@ -100,7 +100,7 @@ def test_a_gateway_that_was_stopped_for_a_while_does_not_blame_its_workers() -> 
         assert [pid for pid in pids if is_alive(pid)] == pids
     finally:
         gateway.send_signal(signal.SIGTERM)
-        assert gateway.wait(15) == 0
+        assert gateway.wait(60) == 0
 
 
 def test_a_worker_without_a_gateway_ends() -> None:
@@ -111,7 +111,7 @@ def test_a_worker_without_a_gateway_ends() -> None:
     command = [sys.executable, str(HERE / "chain_worker.py"), "--connect", "unix:/nowhere/link", "--worker", "w0.1"]
     worker = spawn([*command, "--settings", settings], environment={"PYTHONPATH": str(ROOT)})
     try:
-        assert worker.wait(20) == 1
+        assert worker.wait(60) == 1
     finally:
         stop_all([worker])
 
@@ -121,7 +121,7 @@ def test_workers_of_different_kv_get_no_work_together() -> None:  # llm-d#2433: 
         retry = replace(BASE.retry, capacity_wait_s=1.0)
         async with rig(per_worker={"d0": {"CHAIN_MODEL_HASH": "other"}}, retry=retry) as it:
             with pytest.raises(RequestError) as caught:
-                await asyncio.wait_for(it.ask([1, 2, 3], 4), 20.0)
+                await asyncio.wait_for(it.ask([1, 2, 3], 4), 60.0)
             assert caught.value.code == "UNAVAILABLE"
 
     asyncio.run(go())

@@ -42,15 +42,16 @@ def test_colocated_tokens_are_those_of_a_plain_run_and_control_may_be_tcp() -> N
 
 def test_a_disconnect_stops_the_prefill_at_the_next_chunk() -> None:  # dynamo#13691
     async def go() -> None:
-        async with rig(per_worker={"p0": {"CHAIN_TOKEN_S": "0.02"}}) as it:  # 10 s for the prompt, 1.3 s a chunk
+        slow = {"p0": {"CHAIN_TOKEN_S": "0.1"}}  # 50 s for the prompt, 1.6 s a chunk
+        async with rig(per_worker=slow, chunk_tokens=16) as it:
             task = asyncio.create_task(it.ask(prompt(1, 500), 4))
             await it.until(lambda: stage(it) == "prefilling")
             await asyncio.sleep(0.2)  # in the first chunk
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await it.until(lambda: not it.service.health()["unsettled"], 5.0)  # P has said that it stopped
-            await asyncio.wait_for(it.ask([5], 2, "next"), 5.0)
+            await it.until(lambda: not it.service.health()["unsettled"], 25.0)  # P has said that it stopped
+            await asyncio.wait_for(it.ask([5], 2, "next"), 25.0)
             await it.baseline()
 
     asyncio.run(go())
@@ -135,7 +136,7 @@ def test_draining_finishes_what_was_begun_and_refuses_the_rest() -> None:
         async with rig(environment=SLOW_STEP) as it:
             task = asyncio.create_task(it.ask(PROMPT, 20))
             await it.until(lambda: stage(it) == "decoding")
-            drained = asyncio.create_task(it.service.drain(20.0))
+            drained = asyncio.create_task(it.service.drain(120.0))
             await asyncio.sleep(0)
             with pytest.raises(RequestError) as caught:
                 await it.ask([1], 1, "late")
@@ -178,7 +179,7 @@ def test_an_id_can_be_used_again_at_once() -> None:
     async def go() -> None:
         async with rig(environment=SLOW_STEP) as it:
             for i in range(10):
-                task = asyncio.create_task(it.ask(PROMPT, 20, "same"))
+                task = asyncio.create_task(it.ask(PROMPT, 200, "same"))
                 await it.until(lambda: stage(it) in ("prefilling", "transferring", "decoding"))
                 with pytest.raises(RequestError) as caught:
                     await it.ask([1], 1, "same")

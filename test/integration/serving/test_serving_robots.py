@@ -78,7 +78,7 @@ class Lanes:
         contexts = self.published.get(robot, [])
         return contexts[-1].sequence if contexts else 0
 
-    async def drive(self, robots: list[str], until: Callable[[], bool], limit: int = 600) -> None:
+    async def drive(self, robots: list[str], until: Callable[[], bool], limit: int = 2400) -> None:
         """Observations of all robots at 10 Hz until it is so."""
         for _ in range(limit):
             for robot in robots:
@@ -90,7 +90,7 @@ class Lanes:
         raise AssertionError(self.service.report())
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(3000):
+        for _ in range(12_000):
             if condition():
                 return
             await asyncio.sleep(0.01)
@@ -297,7 +297,7 @@ def test_a_lane_without_a_model_is_not_started_again(tmp_path: object) -> None:
         service.attach(supervisor)
         await supervisor.start()
         try:
-            assert not await supervisor.wait_ready(60.0)
+            assert not await supervisor.wait_ready(120.0)
             assert supervisor.infos()[0].state == "failed"
         finally:
             await supervisor.stop()

@@ -31,7 +31,7 @@ async def one(it: Rig, rng: random.Random, number: int) -> str:
         else:
             it.service.abort(name)
     try:
-        got, _ = await asyncio.wait_for(task, 31.0)
+        got, _ = await asyncio.wait_for(task, 125.0)
     except asyncio.CancelledError:
         return "gone"
     except RequestError as error:

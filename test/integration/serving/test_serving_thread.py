@@ -59,8 +59,10 @@ def test_workers_that_cannot_start_are_an_error_that_names_them() -> None:
 
 
 def test_vla_cloud_says_which_chat_model_is_missing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "vla_cloud.cloud_main", "--listen", "tcp/127.0.0.1:0", "--set", f"serving.model={tmp_path}/no"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    settings = [f"serving.model={tmp_path}/no", "serving.nice=0", "serving.supervisor.start_s=250"]
+    arguments = ["--listen", "tcp/127.0.0.1:0", *(part for one in settings for part in ("--set", one))]
+    command = [sys.executable, "-m", "vla_cloud.cloud_main", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 2, result.stderr
     assert "not all workers are ready" in result.stderr and ("p0 failed" in result.stderr or "d0 failed" in result.stderr)
     assert f"{tmp_path}/no" in result.stderr

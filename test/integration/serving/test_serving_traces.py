@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from vla_cloud.gateway.http_server import HttpServer
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 from vla_cloud.gateway.proto import vla_chat_pb2_grpc as pb_grpc
 from vla_cloud.pools.serving_thread import ServingThread
-from vla_common.clock import SystemClock, sleep_s
+from vla_common.clock import SystemClock
 from vla_common.span_file import StoredSpan, read_spans
 from vla_common.span_queue import tracing
 from vla_common.tracing import TracingConfig
@@ -43,6 +43,17 @@ ON_D = {"reserve", "await kv", "decode"}
 IN_GATEWAY = {"chat", "receive", "tokenise", "answer", "queue", "attempt 1"}
 
 
+def has_both_ends(trace: Trace) -> bool:
+    return trace.has("decode") and trace.has("kv transfer")
+
+
+def names_under_the_last(trace: Trace) -> set[str]:
+    """What belongs to the last attempt."""
+    attempts = [span for span in trace.spans if span.name.startswith("attempt")]
+    last = max(attempts, key=lambda span: span.begin_ns, default=trace.root)
+    return {span.name for span in trace.spans if span.parent == last.id}
+
+
 class Traced(HttpRig):
     """The HTTP and gRPC doors over two P and two D workers, all of them traced to files."""
 
@@ -51,7 +62,7 @@ class Traced(HttpRig):
 
     def ask(self, question: str = QUESTION, *headers: tuple[str, str], **fields: object) -> str:
         """The answer's id."""
-        connection = http.client.HTTPConnection(*self.server.address, timeout=30)
+        connection = http.client.HTTPConnection(*self.server.address, timeout=120)
         sent = {"content-type": "application/json", **dict(headers)}
         connection.request("POST", "/v1/chat/completions", json.dumps(body(question, **fields)), sent)
         response = connection.getresponse()
@@ -60,13 +71,13 @@ class Traced(HttpRig):
         assert response.status == 200, told
         return str(json.loads(told)["id"])
 
-    def trace(self, request_id: str, complete: bool = True) -> Trace:
+    def trace(self, request_id: str, complete: Callable[[Trace], bool] = has_both_ends) -> Trace:
         """Once it is written: the span of the request itself comes from the gateway, those of workers when they end."""
         found: list[Trace] = []
 
         def is_there() -> bool:
             found[:] = of_request(traces_of(read_spans([self.folder])[0]), request_id)
-            return bool(found) and (not complete or (found[0].has("decode") and found[0].has("kv transfer")))
+            return bool(found) and complete(found[0])
 
         self.until(is_there)
         return found[0]
@@ -187,7 +198,7 @@ def test_grpc_requests_are_traced_with_the_clients_id_and_parent(rig: Traced, ca
 
 
 def test_a_refused_request_has_a_trace_that_says_why(rig: Traced) -> None:
-    connection = http.client.HTTPConnection(*rig.server.address, timeout=30)
+    connection = http.client.HTTPConnection(*rig.server.address, timeout=120)
     asked = json.dumps(body("x" * 4000, max_tokens=4))
     connection.request("POST", "/v1/chat/completions", asked, {"content-type": "application/json"})
     response = connection.getresponse()
@@ -195,14 +206,14 @@ def test_a_refused_request_has_a_trace_that_says_why(rig: Traced) -> None:
     response.read()
     request_id = response.headers["x-request-id"]
     connection.close()
-    trace = rig.trace(request_id, complete=False)
+    trace = rig.trace(request_id, lambda trace: True)
     assert "INVALID_ARGUMENT" in trace.root.error
     assert {span.name for span in trace.spans} == {"chat", "receive", "tokenise"}
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_after_a_death_the_second_attempt_stands_beside_the_first(tmp_path: Path, kind: str) -> None:
-    slow = {"CHAIN_TOKEN_S": "0.004", "CHAIN_STEP_S": "0.02"}
+    slow = {"CHAIN_TOKEN_S": "0.012"} if kind == "prefill" else {"CHAIN_STEP_S": "0.15"}
     with traced(tmp_path, environment=slow) as rig:
         ids: list[str] = []
         asking = threading.Thread(target=lambda: ids.append(rig.ask(QUESTION * 4, max_tokens=30)))
@@ -217,13 +228,17 @@ def test_after_a_death_the_second_attempt_stands_beside_the_first(tmp_path: Path
             return bool(lives) and len(lives[0].life.outputs) > 5
 
         rig.until(is_due)
-        if kind == "decode":
-            sleep_s(CLOCK, 0.3)  # longer than between two exports
         victim = chosen(rig.thread, kind)
+
+        def of_victim() -> set[str]:
+            return {span.name for span in read_spans([rig.folder])[0] if span.instance == f"{victim}.1"}
+
+        if kind == "decode":
+            rig.until(lambda: of_victim() >= {"reserve", "await kv"})
         pids = {worker["name"]: worker["pid"] for worker in service.health()["workers"]}
         os.kill(pids[victim], signal.SIGKILL)
-        asking.join(30.0)
-        trace = rig.trace(ids[0])
+        asking.join(120.0)
+        trace = rig.trace(ids[0], lambda trace: {"prefill", "kv transfer", "decode"} <= names_under_the_last(trace))
         check_tree(trace)
     attempts = [span for span in trace.spans if span.name.startswith("attempt")]
     first, last = attempts[0], attempts[-1]
@@ -233,8 +248,6 @@ def test_after_a_death_the_second_attempt_stands_beside_the_first(tmp_path: Path
     assert [span.name for span in attempts] == [f"attempt {number + 1}" for number in range(len(attempts))]
     assert all(after.begin_ns >= before.end_ns for before, after in itertools.pairwise(attempts))
     assert last.attributes[kind] != first.attributes[kind] == f"{victim}.1"
-    for stage in ("decode", "kv transfer", "prefill"):
-        assert any(span.parent == last.id for span in named(trace, stage)), stage
     assert trace.root.attributes["tokens"] == 30
     # What the killed worker had finished is here, too.
     done = {span.name for span in trace.spans if span.instance == f"{victim}.1"}

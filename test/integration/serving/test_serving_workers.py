@@ -9,9 +9,10 @@ import asyncio
 import os
 import signal
 import socket
+from dataclasses import replace
 
 import pytest
-from serving_rig import PROMPT, SLOW, SLOW_STEP, chosen, prompt, reference, rig, stage
+from serving_rig import PROMPT, RULES, SLOW, SLOW_STEP, chosen, prompt, reference, rig, stage
 
 from vla_cloud.core.generate import GenerateRequest, RequestError, SamplingParams
 from vla_cloud.pools.events import TokenEvent
@@ -120,7 +121,8 @@ def test_what_is_known_of_a_dead_peer_goes_with_it(name: str, transfer: str) -> 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_a_stopped_worker_is_noticed_and_killed(kind: str) -> None:
     async def go() -> None:
-        async with rig(per_worker=SLOW, prefill_workers=2, decode_workers=2) as it:
+        impatient = replace(RULES, hang_s=5.0)
+        async with rig(per_worker=SLOW, prefill_workers=2, decode_workers=2, supervisor=impatient) as it:
             decoding = asyncio.Event()
             task = asyncio.create_task(it.ask(PROMPT, 30, on_event=lambda n: n > 5 and decoding.set()))
             await (it.until(lambda: stage(it) == "prefilling") if kind == "prefill" else decoding.wait())
@@ -140,11 +142,11 @@ def test_a_stopped_worker_is_noticed_and_killed(kind: str) -> None:
 def test_worker_churn_never_hangs_a_request() -> None:  # dynamo#13088
     async def go() -> None:
         ends: list[str] = []
-        async with rig(prefill_workers=2, decode_workers=2, environment={"CHAIN_STEP_S": "0.002"}, deadline_s=8.0) as it:
+        async with rig(prefill_workers=2, decode_workers=2, environment={"CHAIN_STEP_S": "0.002"}) as it:
 
             async def one(i: int) -> None:
                 try:
-                    got, _ = await asyncio.wait_for(it.ask(prompt(i), 20, f"r{i}"), 9.0)  # a hang fails the test
+                    got, _ = await asyncio.wait_for(it.ask(prompt(i), 20, f"r{i}"), 125.0)  # a hang fails the test
                     assert got == reference(prompt(i), 20)
                     ends.append("ok")
                 except RequestError as error:
@@ -190,7 +192,7 @@ def test_one_worker_is_drained_and_replaced_without_a_failed_request() -> None:
 def test_a_worker_that_cannot_load_is_not_started_again() -> None:
     async def go() -> None:
         async with rig(model="unloadable", wait=False) as it:
-            assert not await it.supervisor.wait_ready(20.0)
+            assert not await it.supervisor.wait_ready(120.0)
             assert it.state("p0") == "failed" or it.state("d0") == "failed"
             with pytest.raises(RequestError, match="no worker") as caught:
                 await it.ask([1], 1)
@@ -202,7 +204,7 @@ def test_a_worker_that_cannot_load_is_not_started_again() -> None:
 def test_a_worker_of_another_protocol_version_is_not_started_again() -> None:
     async def go() -> None:
         async with rig(colocated=True, environment={"CHAIN_OTHER_VERSION": "1"}, wait=False) as it:
-            assert not await it.supervisor.wait_ready(20.0)
+            assert not await it.supervisor.wait_ready(120.0)
             info = it.supervisor.infos()[0]
             assert (info.state, info.restarts) == ("failed", 0) and "install one version" in info.detail
 
@@ -212,7 +214,7 @@ def test_a_worker_of_another_protocol_version_is_not_started_again() -> None:
 def test_a_worker_that_crashes_is_started_again_ever_later() -> None:
     async def go() -> None:
         async with rig(model="crash", colocated=True, wait=False) as it:
-            await it.until(lambda: it.supervisor.infos()[0].restarts >= 3, 30.0)
+            await it.until(lambda: it.supervisor.infos()[0].restarts >= 3)
             backoff = it.supervisor._processes[0].backoff
             assert backoff.delay_s >= 0.2  # 0.05, 0.1, 0.2, ...
 
@@ -221,8 +223,8 @@ def test_a_worker_that_crashes_is_started_again_ever_later() -> None:
 
 def test_a_prefill_that_outlasts_the_lease_is_kept_alive_by_heartbeats() -> None:
     async def go() -> None:
-        slow = {"p0": {"CHAIN_TOKEN_S": "0.015"}}  # 3 s for the prompt
-        async with rig(per_worker=slow, lease_s=1.6, lease_extend_s=0.4) as it:
+        slow = {"p0": {"CHAIN_TOKEN_S": "0.03"}}  # 6 s for the prompt
+        async with rig(per_worker=slow, lease_s=5.0, lease_extend_s=0.5) as it:
             got, end = await it.ask(PROMPT, 3)
             assert got == reference(PROMPT, 3) and end.attempts == 1
 
