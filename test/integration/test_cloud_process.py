@@ -8,13 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+from free_port import free_endpoint
 
 from vla_cloud.cloud_main import EXIT_USAGE, main
 from vla_common import messages, tensors, wire
@@ -30,6 +33,10 @@ from vla_models.vlm import Vlm, VlmConfig
 JOINTS = ["joint1", "joint2", "gripper"]
 VOCABULARY = [*SPECIALS, "touch", "the", "red", "blue", "cube"]
 PERIOD_S = 0.1
+REPORT_S = 0.2
+START_PER_STOP = 6.0
+REFUSED = {"mute": "wrong_joint_names", "foreign": "unknown_word"}
+WIRE_ERRORS = ("truncated", "malformed", "checksum_mismatch")
 CLOCK = SystemClock()
 
 
@@ -55,9 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp/127.0.0.1:{probe.getsockname()[1]}"
+    return free_endpoint()
 
 
 class Cloud:
@@ -65,21 +70,60 @@ class Cloud:
 
     def __init__(self, endpoint: str, model: Path, log: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "vla_cloud.cloud_main", "--listen", endpoint, "--model", str(model), *arguments]
-        self.log = log
+        self.log, self._given = log, (endpoint, model, arguments)
+        started_ns = CLOCK.monotonic_ns()
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        # Zenoh, too, writes there: of a robot that connected while the machine stood still, for one.
+        line = next((line for line in self.process.stdout if line.startswith("READY ")), "")
+        if not line:
+            self.process.kill()
         assert line == f"READY {endpoint} model tiny\n", f"{line}{log.read_text()}"
+        self.start_s = (CLOCK.monotonic_ns() - started_ns) / NS_PER_S
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
         """Exit status and how long the end took in seconds."""
         started_ns = CLOCK.monotonic_ns()
         self.process.send_signal(number)
-        status = self.process.wait(timeout=10)
+        status = self.process.wait(timeout=60)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return status, (CLOCK.monotonic_ns() - started_ns) / NS_PER_S
+
+    def stop_quickly(self, serve: Callable[[], None]) -> str:
+        """Within a second and with status 0; returns the log. A slow machine, on which the start takes long, too, may
+        take longer in proportion. Where it stood still meanwhile, another cloud shows it: it is started on the same
+        port, serves robots with ``serve`` as this one did, and is stopped. Four more at most."""
+        cloud = self
+        try:
+            for number in range(5):
+                limit_s = max(1.0, cloud.start_s / START_PER_STOP)
+                status, seconds = cloud.stop()
+                if seconds < limit_s or number == 4:
+                    break
+                endpoint, model, arguments = self._given
+                cloud = Cloud(endpoint, model, self.log.with_suffix(f".again{number}"), *arguments)
+                serve()
+        finally:
+            cloud.process.kill()
+        log = cloud.log.read_text()
+        assert status == 0, log
+        assert seconds < limit_s
+        return log
+
+    def reports(self) -> list[str]:
+        """Lines of statistics so far."""
+        whole, _, _ = self.log.read_text().rpartition("\n")
+        return [line for line in whole.splitlines() if "observations/s" in line]
+
+    def refused(self) -> dict[str, int]:
+        """Number of refusals by cause, as last reported."""
+        counts = re.findall(r"(\w+)=(\d+)", (self.reports() or [""])[-1])
+        return {cause: int(count) for cause, count in counts}
+
+    def wire_errors(self) -> int:
+        return sum(self.refused().get(cause, 0) for cause in WIRE_ERRORS)
 
 
 class Robot:
@@ -91,7 +135,9 @@ class Robot:
         self.observation = self.bus.publisher("observation", robot)
         self.context = self.bus.queue("context", robot)
         self.stamps_ns: list[int] = []
+        self.sent_ns: list[int] = []
         self.contexts: list[object] = []
+        self.round_trips_s: dict[int, float] = {}  # by sequence
         pixels = np.random.default_rng(seed).integers(0, 256, (24, 24, 3), dtype=np.uint8)
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "JPEG")
@@ -108,22 +154,58 @@ class Robot:
             "images": [image],
         } | self.faults  # fmt: skip
         self.stamps_ns.append(stamp_ns)
+        self.sent_ns.append(CLOCK.monotonic_ns())
         self.observation.put(wire.encode(messages.new("Observation", **fields)))
 
     def receive(self) -> None:
         while (received := self.context.try_recv()) is not None:
             assert isinstance(received, Received)
-            self.contexts.append(wire.decode("ContextTokens", received.payload))
+            context = wire.decode("ContextTokens", received.payload)
+            self.contexts.append(context)
+            self.round_trips_s[context.sequence] = (CLOCK.monotonic_ns() - self.sent_ns[context.sequence]) / NS_PER_S
 
 
-def drive(robots: list[Robot], periods: int) -> None:
-    """Sends one observation per robot and period, and collects what comes back."""
-    for _ in range(periods):
+def drive(robots: list[Robot], is_done: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    """Sends one observation per robot and period, and collects what comes back, until ``is_done``.
+
+    How many periods that takes is up to the machine: what is late or meets a lost link is not answered.
+    """
+    give_up_ns = CLOCK.monotonic_ns() + round(timeout_s * NS_PER_S)
+    while not is_done():
+        assert CLOCK.monotonic_ns() < give_up_ns, {robot.robot: len(robot.contexts) for robot in robots}
         for robot in robots:
             robot.send()
         sleep_s(CLOCK, PERIOD_S)
         for robot in robots:
             robot.receive()
+
+
+def drive_until_answered(robots: list[Robot], more: int) -> None:
+    """Until each robot that can be answered has so many more contexts."""
+    wanted = {robot: len(robot.contexts) + more for robot in robots if robot.robot not in REFUSED}
+    drive(robots, lambda: all(len(robot.contexts) >= count for robot, count in wanted.items()))
+
+
+def send_garbage(robot: Robot, cloud: Cloud, garbage: list[bytes]) -> int:
+    """Each until one more wire error is reported, as publishers drop rather than wait; returns how often it sent."""
+    num_sent = 0
+    for payload in garbage:
+        before = cloud.wire_errors()
+        for _ in range(60):
+            robot.observation.put(payload)
+            num_sent += 1
+            if until(lambda before=before: cloud.wire_errors() > before, 10 * REPORT_S):
+                break
+        else:
+            raise AssertionError(f"{payload[:20]!r} was not refused: {cloud.log.read_text()}")
+    return num_sent
+
+
+def until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    give_up_ns = CLOCK.monotonic_ns() + round(timeout_s * NS_PER_S)
+    while not condition() and CLOCK.monotonic_ns() < give_up_ns:
+        sleep_s(CLOCK, 0.02)
+    return condition()
 
 
 @pytest.fixture
@@ -140,39 +222,42 @@ def robots(endpoint: str) -> Iterator[list[Robot]]:
         robot.bus.close()
 
 
+@pytest.mark.timeout(900)  # on a busy machine a start takes a minute
 @pytest.mark.parametrize("compute", ["in_process", "lanes"])
 def test_several_robots_garbage_kill_and_restart(
     endpoint: str, model: Path, tmp_path: Path, robots: list[Robot], compute: str
 ) -> None:
-    arguments, places = ["--set", f"context.compute={compute}"], 2 if compute == "lanes" else 1
+    arguments = ["--set", f"context.compute={compute}", "--set", f"log_period_s={REPORT_S}"]
+    arguments += ["--set", "serving.supervisor.stop_s=30"]  # no lane is killed because the machine stands still
+    places = 2 if compute == "lanes" else 1
     cloud = Cloud(endpoint, model, tmp_path / "first.log", *arguments)
     try:
         for robot in robots:
-            robot.bus.wait_connected(5.0)
-        sleep_s(CLOCK, 0.3)  # the subscription spreads
+            robot.bus.wait_connected(60.0)
+        drive_until_answered(robots, 1)  # the subscription has spread
         rng = np.random.default_rng(0)
         garbage = [b"", rng.bytes(7), rng.bytes(300), b"\x00\x01\x00\x00" + rng.bytes(2000), rng.bytes(100_000)]
-        for payload in garbage:
-            robots[0].observation.put(payload)
-            sleep_s(CLOCK, 0.05)  # publishers drop rather than wait: give each its time
-        drive(robots, periods=25)
+        num_garbage = send_garbage(robots[0], cloud, garbage)
+        drive_until_answered(robots, 20)
+        drive(robots, lambda: all(cloud.refused().get(cause, 0) >= 20 for cause in REFUSED.values()))
         check_answers(robots, 20, places)
-        status, seconds = cloud.stop()
-        assert status == 0
-        assert seconds < 1.0
-        check_counts(cloud.log.read_text(), robots, len(garbage))
+        num_reports = len(cloud.reports())
+        assert until(lambda: len(cloud.reports()) > num_reports + 1, 60.0), "the last one counts all that was sent"
+        check_counts(cloud, robots, range(len(garbage), num_garbage + 1))
+        cloud.stop_quickly(lambda: drive_until_answered(robots, 1))
         assert ("2 lanes" in cloud.log.read_text()) == (compute == "lanes")
     finally:
         cloud.process.kill()
 
     # Robots stay up while the cloud is gone, and are served again as soon as it is back, without doing anything.
     for robot in robots:
+        robot.receive()
         robot.contexts.clear()
     cloud = Cloud(endpoint, model, tmp_path / "second.log", *arguments)
     try:
         for robot in robots:
-            robot.bus.wait_connected(5.0)
-        drive(robots, periods=10)
+            robot.bus.wait_connected(60.0)
+        drive_until_answered(robots, 3)
         check_answers(robots, 3, places)
         assert cloud.stop(signal.SIGKILL)[0] == -signal.SIGKILL
         with socket.socket() as again:  # the port is free at once
@@ -196,7 +281,7 @@ def check_answers(robots: list[Robot], least: int, places: int) -> None:
             assert context.session == f"of {robot.robot}"
             assert context.model_id == "tiny"
             assert tensors.tokens_of(context).shape == (3, 8)
-            assert 0 < context.compute_s < 1.0
+            assert 0 < context.compute_s <= robot.round_trips_s[context.sequence]
         reused = [context.prefix_tokens_reused for context in robot.contexts]
         assert max(reused) == 8 and sum(count != 8 for count in reused) <= places, "computed once in each place"
         assert len({tensors.tokens_of(context).tobytes() for context in robot.contexts}) < 5, "same input, same context"
@@ -204,14 +289,12 @@ def check_answers(robots: list[Robot], least: int, places: int) -> None:
     assert not np.allclose(tokens["alpha"], tokens["beta"], atol=1e-6), "each robot gets the context of its own image"
 
 
-def check_counts(log: str, robots: list[Robot], num_garbage: int) -> None:
-    line = next(line for line in log.splitlines() if "stopping;" in line)
-    refused = {cause: int(count) for cause, count in re.findall(r"(\w+)=(\d+)", line)}
-    wire_errors = sum(refused.get(cause, 0) for cause in ("truncated", "malformed", "checksum_mismatch"))
-    assert wire_errors == num_garbage, line
-    for cause in ("wrong_joint_names", "unknown_word"):
-        assert 20 <= refused[cause] <= 25, line
-    assert set(refused) <= {"truncated", "malformed", "checksum_mismatch", "wrong_joint_names", "unknown_word"}
+def check_counts(cloud: Cloud, robots: list[Robot], num_garbage: range) -> None:
+    log, line, refused = cloud.log.read_text(), cloud.reports()[-1], cloud.refused()
+    assert cloud.wire_errors() in num_garbage, line
+    for robot in robots[3:]:
+        assert 20 <= refused[REFUSED[robot.robot]] <= len(robot.stamps_ns), line
+    assert set(refused) <= {*WIRE_ERRORS, *REFUSED.values()}
     assert "5 robots" in line or "3 robots" in line and "lanes" in line  # lanes: refused before they count
     warnings = [line for line in log.splitlines() if "WARNING" in line]
     assert any("foreign: unknown_word: word 'green'" in line for line in warnings)

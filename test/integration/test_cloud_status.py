@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import sys
 import time
 import urllib.request
@@ -29,6 +28,7 @@ def samples(url: str) -> dict[tuple[str, ...], float]:
     return {(s.name, *s.labels.values()): s.value for one in text_string_to_metric_families(page) for s in one.samples}
 
 
+@pytest.mark.timeout(900)  # on a busy machine a start takes a minute
 def test_robots_are_on_the_page_with_their_shields(endpoint: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
     cloud = Cloud(endpoint, model, tmp_path / "log", "--set", "status_listen=127.0.0.1:0", "--log-format", "json")
     robot = Robot("alpha", endpoint, 1)
@@ -37,25 +37,28 @@ def test_robots_are_on_the_page_with_their_shields(endpoint: str, model: Path, t
         lines = [json.loads(line) for line in cloud.log.read_text().splitlines()]
         assert all(line["process"] == "cloud" for line in lines)
         url = "http://" + next(m[1] for line in lines if (m := re.fullmatch(r"status on http://(.*)", line["message"])))
-        robot.bus.wait_connected(5.0)
-        sleep_s(CLOCK, 0.3)
-        for _ in range(12):
+        robot.bus.wait_connected(60.0)
+
+        def play() -> None:
             robot.send()
             report.put(wire.encode(messages.new("ShieldStatus", header=wire.make_header(1), state=1, reason="no fresh chunk")))
             report.put(b"no report")
             sleep_s(CLOCK, PERIOD_S)
-        end = time.monotonic() + 10.0
-        while (got := samples(url)).get(("vla_robot_shield_state", "alpha", "COASTING")) != 1.0:
+
+        state, contexts = ("vla_robot_shield_state", "alpha", "COASTING"), ("vla_robot_contexts_total", "alpha")
+        end = time.monotonic() + 60.0
+        while (got := samples(url)).get(state) != 1.0 or got.get(contexts, 0.0) < 5.0:
             assert time.monotonic() < end, got
-            time.sleep(0.05)
-        assert got[("vla_robots",)] == 1 and got[("vla_robot_contexts_total", "alpha")] >= 5
+            play()
+        assert got[("vla_robots",)] == 1
         assert got[("vla_robot_context_age_seconds", "alpha")] < 10.0
-        assert got[("vla_contexts_total", "published")] == got[("vla_context_seconds_count",)]
+        while got[("vla_contexts_total", "published")] != got[("vla_context_seconds_count",)]:
+            assert time.monotonic() < end, got  # the page may have been made between the two counts
+            got = samples(url)
         with urllib.request.urlopen(f"{url}/vla/status", timeout=10) as answer:
             (row,) = json.load(answer)["robots"]["robots"]
         assert row["shield"]["reason"] == "no fresh chunk"
-        assert cloud.stop(signal.SIGTERM)[0] == 0
-        for line in cloud.log.read_text().splitlines():
+        for line in cloud.stop_quickly(play).splitlines():
             assert {"time", "level", "process", "message"} <= set(json.loads(line)), line
     finally:
         robot.bus.close()

@@ -335,10 +335,15 @@ def test_a_deadline_that_passes_settles_it_too(tokenizer):
 
     async def test(it: Both, service):  # by a real clock: the bucket refills a little
         limits = it.chat.clients.limits_of(keys.ring.find(keys.tokens["a"]))
-        call = it.stub.Generate(ask(sampling={"max_tokens": 60}), metadata=keys.metadata("a"), timeout=0.1)
-        assert (await grpc_error(call)).code() is CODE.DEADLINE_EXCEEDED
-        await until(lambda: not it.chat._running)
-        assert limits.active == 0 and 1000 - PROMPT <= limits.level("tokens_per_day", 0) < 1001 - PROMPT
+        timeout_s = 0.1
+        while not service.requests:  # on a busy machine the deadline may pass before the server hears of the call
+            call = it.stub.Generate(ask(sampling={"max_tokens": 60}), metadata=keys.metadata("a"), timeout=timeout_s)
+            assert (await grpc_error(call)).code() is CODE.DEADLINE_EXCEEDED
+            await until(lambda: not it.chat._running)
+            timeout_s *= 2.0
+        assert limits.active == 0
+        left = 1000 - PROMPT * len(service.requests)  # more than one if the server heard late of another
+        assert left <= limits.level("tokens_per_day", 0) < left + 1
 
     serve(tokenizer, test, keys, gate=True)
 

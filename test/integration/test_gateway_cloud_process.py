@@ -62,21 +62,25 @@ def test_a_question_is_answered_and_the_end_waits_for_the_answer(chat_model, tmp
             sampling = {"max_tokens": COUNT, "temperature": 0.0}
             answer = await stub.Generate(ask("hi", sampling=sampling))
             assert list(answer.tokens) == tokens and answer.text
-            call = stub.GenerateStream(ask("hi", sampling=sampling))
-            got = list((await call.read()).delta.tokens)
+            for _ in range(5):  # if this process stood still, the first read may bring the whole answer
+                call = stub.GenerateStream(ask("hi", sampling=sampling))
+                got = list((await call.read()).delta.tokens)
+                if len(got) < len(tokens):
+                    break
             assert len(got) < len(tokens)
             process.send_signal(signal.SIGTERM)
             while (chunk := await call.read()) is not grpc.aio.EOF:
                 got += chunk.delta.tokens
             assert got == tokens
 
+    arguments = command(folder, door, "gateway.drain_s=120")  # the answer takes long on a busy machine
     log = tmp_path / "log"
     with log.open("w") as file:
-        process = subprocess.Popen(command(folder, door), cwd=ROOT, stdout=subprocess.PIPE, stderr=file, text=True)
+        process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=file, text=True)
     try:
         assert process.stdout.readline().startswith("READY "), log.read_text()
         asyncio.run(talk(process))
-        assert process.wait(20.0) == 0, log.read_text()
+        assert process.wait(150.0) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()
@@ -92,5 +96,5 @@ def test_a_door_that_cannot_be_opened_is_told_before_a_worker_starts(chat_model,
     if told == "no such file":
         folder = tmp_path / "empty"
         folder.mkdir()
-    found = subprocess.run(command(folder, door), cwd=ROOT, capture_output=True, text=True, timeout=60.0)
+    found = subprocess.run(command(folder, door), cwd=ROOT, capture_output=True, text=True, timeout=120.0)
     assert found.returncode == 2 and told in found.stderr, found.stderr

@@ -29,7 +29,7 @@ from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 from vla_cloud.gateway.proto import vla_chat_pb2_grpc as pb_grpc
 from vla_cloud.gateway.settings import GatewayError
 from vla_cloud.pools.events import TokenEvent
-from vla_common.clock import SystemClock
+from vla_common.clock import NS_PER_S, SystemClock
 
 CODE = grpc.StatusCode
 HELLO = [[*b"Hel"], [*b"lo", END]]
@@ -258,20 +258,28 @@ def test_a_cancelled_call_closes_the_answer(tokenizer, method):
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 def test_the_deadline_reaches_the_pools_and_ends_the_call(tokenizer, method):
+    clock, arrived_ns = SystemClock(), []
+
+    def script(_):
+        arrived_ns.append(clock.monotonic_ns())
+        return HELLO
+
     async def test(it, service):
-        before_ns = SystemClock().monotonic_ns()
-        call = getattr(it.stub, method)(ask(), timeout=0.3)
-        error = await code_of(call if method == "Generate" else read_all(call))
-        assert error.code() is CODE.DEADLINE_EXCEEDED
+        before_ns, timeout_s = clock.monotonic_ns(), 0.15
+        while not service.requests:  # on a busy machine the deadline may pass before the server hears of the call
+            timeout_s *= 2.0
+            call = getattr(it.stub, method)(ask(), timeout=timeout_s)
+            error = await code_of(call if method == "Generate" else read_all(call))
+            assert error.code() is CODE.DEADLINE_EXCEEDED
         await until(lambda: service.closed)
-        assert 0 < service.requests[0].deadline_ns - before_ns < 0.5e9
+        # gRPC rounds what is left up, to three digits.
+        assert before_ns < service.requests[0].deadline_ns <= arrived_ns[0] + 1.02 * timeout_s * NS_PER_S
         call = it.stub.Generate(ask())
-        await until(lambda: len(service.requests) == 2)
-        assert service.requests[1].deadline_ns is None
+        await until(lambda: any(request.deadline_ns is None for request in service.requests))
         call.cancel()
         await until(lambda: not service.running)
 
-    serve(tokenizer, test, gate=True)
+    serve(tokenizer, test, script, gate=True)
 
 
 def test_a_storm_of_disconnects_leaves_nothing(tokenizer):
@@ -320,7 +328,7 @@ def test_a_slow_reader_gets_all_when_it_goes_on_in_time(tokenizer):
             assert service.running  # it waits for the reader
             assert sum(len(chunk.delta.tokens) for chunk in await read_all(call)) == 2000 * 199
 
-    serve(tokenizer, test, lambda _: [[65] * 2000] * 200, slow_reader_s=5.0)
+    serve(tokenizer, test, lambda _: [[65] * 2000] * 200, slow_reader_s=60.0)
 
 
 def test_models_and_status(tokenizer):

@@ -33,7 +33,7 @@ from vla_cloud.gateway.chat import ServedModel
 from vla_cloud.gateway.image_settings import FetchRules, ImageRules
 from vla_cloud.gateway.images import ImageIntake
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
-from vla_common.clock import SystemClock
+from vla_common.clock import ManualClock, SystemClock
 
 CODE = grpc.StatusCode
 RULES = ImageRules(max_images=3, max_pixels=10_000, max_held_pixels=20_000, max_bytes=100_000)
@@ -75,14 +75,14 @@ def tokenizer(tmp_path_factory):
     return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def serve(tokenizer, test, rules=RULES, fetcher=None, gate=False, keys=None, **gateway):
+def serve(tokenizer, test, rules=RULES, fetcher=None, gate=False, keys=None, clock=None, **gateway):
     """Run ``test(both, service, eyes)``; the models are "eyes" and "blind"."""
 
     async def go():
         service = ScriptedService(lambda _: [[*b"red", END]], gate=asyncio.Event() if gate else None)
         eyes = SeeingModel(ImageIntake(rules, SystemClock(), fetcher))
         models = [ServedModel("eyes", tokenizer, service, eyes), ServedModel("blind", tokenizer, service)]
-        async with both_doors(models, keys, **gateway) as it:
+        async with both_doors(models, keys, clock, **gateway) as it:
             await test(it, service, eyes)
             assert eyes.intake.held_pixels == 0 and not it.chat._running
 
@@ -187,7 +187,7 @@ def test_a_fetched_image_is_checked_like_any_other_and_a_key_comes_first(tokeniz
         assert down.status_code == 503 and "retry-after" in down.headers
         assert (await ask("https://x/", good)).status_code == 429 and len(fetcher.urls) == 3  # no key's limit is passed by fetching
 
-    serve(tokenizer, test, ImageRules(fetch=FetchRules(allow_hosts=("x",))), fetcher, keys=keys)
+    serve(tokenizer, test, ImageRules(fetch=FetchRules(allow_hosts=("x",))), fetcher, keys=keys, clock=ManualClock())
 
 
 def test_a_client_that_leaves_while_its_image_is_fetched_leaves_nothing(tokenizer):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+from free_port import free_endpoint
 
 from vla_common.clock import NS_PER_S, SystemClock, sleep_s
 from vla_common.messages import new
@@ -13,29 +17,29 @@ from vla_common.zenoh_session import Bus, Publisher, QueueSubscriber, Received, 
 from vla_sim.event_log import EventLog, read_events
 from vla_sim.faults import DirectionFaults, EpisodeOutage, LinkFaults
 from vla_sim.link_main import LinkService
-from vla_sim.ports import with_free_port
 
 CLOCK = SystemClock()
 
 
-def warm_up(publisher: Publisher, subscriber: QueueSubscriber) -> None:
-    """Send until the subscriptions have travelled, then let what is under way arrive."""
-    for _ in range(100):
-        publisher.put(b"warm")
-        if wait_for(subscriber, 0.3) is not None:
-            break
-    while wait_for(subscriber, 0.6) is not None:
-        pass
-
-
-def wait_for(subscriber: QueueSubscriber, timeout_s: float = 10.0) -> Received | None:
-    deadline_ns = CLOCK.monotonic_ns() + round(timeout_s * NS_PER_S)
-    while CLOCK.monotonic_ns() < deadline_ns:
-        received = subscriber.try_recv()
+def exchange(publisher: Publisher, subscriber: QueueSubscriber) -> tuple[int, int, Received]:
+    """When the sample that arrived first was sent, its sequence number, and the sample. Others go before it while the
+    subscriptions travel, or a link is gone because the machine stood still: each has a payload of its own."""
+    sent: dict[bytes, tuple[int, int]] = {}
+    for number in range(200):
+        payload = f"{publisher.spec.name} {number}".encode()
+        sent[payload] = CLOCK.monotonic_ns(), publisher.sequence + 1
+        publisher.put(payload)
+        received = wait_for(subscriber, 0.3)
         if received is not None:
-            return received
+            return *sent[received.payload], received
+    raise AssertionError("nothing arrives")
+
+
+def wait_for(subscriber: QueueSubscriber, timeout_s: float) -> Received | None:
+    deadline_ns = CLOCK.monotonic_ns() + round(timeout_s * NS_PER_S)
+    while (received := subscriber.try_recv()) is None and CLOCK.monotonic_ns() < deadline_ns:
         sleep_s(CLOCK, 0.002)
-    return None
+    return subscriber.try_recv() if received is None else received
 
 
 def status(phase: str) -> bytes:
@@ -43,7 +47,7 @@ def status(phase: str) -> bytes:
 
 
 def test_forwards_both_ways_delays_and_cuts(tmp_path: Path) -> None:
-    link_at, cloud_at, bus_at = (with_free_port("tcp/127.0.0.1:0") for _ in range(3))
+    link_at, cloud_at, bus_at = (free_endpoint() for _ in range(3))
     faults = LinkFaults(up=DirectionFaults(delay_s=0.2), episode_outage=EpisodeOutage(30.0, 0.0, 0.0))
     service = LinkService(faults, 0, CLOCK, EventLog(tmp_path / "events.jsonl", CLOCK))
     stop = StopFlag()
@@ -64,31 +68,25 @@ def test_forwards_both_ways_delays_and_cuts(tmp_path: Path) -> None:
         up, down = edge.publisher("observation", "panda"), cloud.publisher("context", "panda")
         task = robot.publisher("task_status", "panda")
         for session in (edge, link_cloud, watch):
-            session.wait_connected(20.0)
-        warm_up(up, observations)
-        warm_up(down, contexts)
+            session.wait_connected(60.0)
 
-        sent_ns = CLOCK.monotonic_ns()
-        up.put(b"observation")
-        received = wait_for(observations)
-        assert received is not None and received.payload == b"observation"
+        sent_ns, sequence, received = exchange(up, observations)
         assert 0.2 <= (received.received_ns - sent_ns) / NS_PER_S
-        assert received.attachment is not None and received.attachment.sequence == up.sequence
+        assert received.attachment is not None and received.attachment.sequence == sequence
         assert received.attachment.gid == up._gid, "attachments pass unchanged"
+        exchange(down, contexts)
 
-        down.put(b"context")
-        received = wait_for(contexts)
-        assert received is not None and received.payload == b"context"
-
-        before = service.report()["down"]
         task.put(status("homing"))
         while not read_events(tmp_path / "events.jsonl"):
             task.put(status("running"))
             sleep_s(CLOCK, 0.05)
-        down.put(b"lost")
-        assert wait_for(contexts, 0.6) is None
-        after = service.report()["down"]
-        assert (after["cut"], after["delivered"]) == (before["cut"] + 1, before["delivered"])
+        while wait_for(contexts, 0.6) is not None:  # what was sent before the outage
+            pass
+        before = service.report()["down"]
+        while (after := service.report()["down"])["cut"] == before["cut"]:
+            down.put(b"lost")
+            assert wait_for(contexts, 0.6) is None
+        assert after["delivered"] == before["delivered"]
         (event,) = read_events(tmp_path / "events.jsonl")
         assert event["kind"] == "outage" and event["end_ns"] - event["start_ns"] == 30 * NS_PER_S
     finally:
