@@ -26,6 +26,7 @@ from vla_cloud.engine.tokenizer import ChatTokenizer
 from vla_cloud.gateway.doors import Doors
 from vla_cloud.gateway.settings import GrpcRules
 from vla_cloud.pools import messages as wire
+from vla_common import bus_config
 from vla_common.clock import SystemClock
 from vla_common.logging_setup import setup_logging
 from vla_common.manifest import Manifest, load_manifest
@@ -58,6 +59,10 @@ class ZeroLane:
         return []
 
 
+LEASE_MS = 30_000
+"""On a busy machine this process may not run for the 400 ms after which a link counts as lost, with what is put on it."""
+
+
 @contextlib.asynccontextmanager
 async def robots(endpoint: str, stop: Any) -> Any:
     """The robots' side of the process; gives a function that tells its statistics."""
@@ -67,6 +72,7 @@ async def robots(endpoint: str, stop: Any) -> Any:
     manifest = load_manifest(ROOT / "models" / "tabletop")
     publishers: dict[str, Publisher] = {}
     config = ContextConfig(compute="lanes", deadline_s=5.0)
+    bus_config.LEASE_MS = LEASE_MS
     with open_bus(endpoint, "router", node="vla_cloud") as bus:
 
         def publish(robot: str, payload: bytes) -> None:
@@ -95,25 +101,38 @@ async def robots(endpoint: str, stop: Any) -> Any:
             service.close()
 
 
-class Lateness:
-    """How late the loop's callbacks come: the longest pause that something made."""
+def buffered(doors: Doors) -> int:
+    """The most that is kept for one HTTP client."""
+    connections = doors._doors[0]._server.server_state.connections
+    return max((one.transport.get_write_buffer_size() for one in connections), default=0)
 
-    def __init__(self) -> None:
-        self.longest_s = 0.0
+
+class Watch:
+    """What is soon over and must not be missed, since the last time it was asked for.
+
+    ``late_s``: how late the loop's callbacks came, the longest pause that something made. ``buffered``: the most that
+    was kept for one HTTP client.
+    """
+
+    def __init__(self, doors: Doors) -> None:
+        self._doors = doors
+        self._late_s, self._buffered = 0.0, 0
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + 0.01
             await asyncio.sleep(0.01)
-            self.longest_s = max(self.longest_s, loop.time() - due_s)
+            self._late_s = max(self._late_s, loop.time() - due_s)
+            self._buffered = max(self._buffered, buffered(self._doors))
 
-    def take(self) -> float:
-        longest_s, self.longest_s = self.longest_s, 0.0
-        return longest_s
+    def take(self) -> dict[str, Any]:
+        late_s, most = self._late_s, max(self._buffered, buffered(self._doors))
+        self._late_s, self._buffered = 0.0, 0
+        return {"late_s": late_s, "most_buffered": most}
 
 
-def state(it: Rig, doors: Doors, lateness: Lateness, tell: Any) -> dict[str, Any]:
+def state(it: Rig, doors: Doors, watch: Watch, tell: Any) -> dict[str, Any]:
     """What a test compares."""
     health = it.service.health()
     http = doors._doors[0]
@@ -127,11 +146,11 @@ def state(it: Rig, doors: Doors, lateness: Lateness, tell: Any) -> dict[str, Any
         "total": sum(load["total_blocks"] for load in loads),
         "busy": sum(load["running"] + load["waiting"] + load["quarantined_blocks"] for load in loads),
         "connections": dict(metrics.connections()),
-        "buffered": max((one.transport.get_write_buffer_size() for one in connections), default=0),
+        "buffered": buffered(doors),
         "paused": sum(one.is_paused for one in connections),
         "ends": {" ".join(key): count for key, count in metrics._ends.items()},
         "tasks": len(asyncio.all_tasks()),
-        "late_s": lateness.take(),
+        **watch.take(),
         "pids": [worker["pid"] for worker in health["workers"]],
         "robots": tell(),
     }
@@ -149,14 +168,14 @@ async def go(settings: dict[str, Any]) -> None:
         config = CloudConfig(serving=serving, gateway=gateway)
         doors = Doors(config, ChatTokenizer(Path(settings["folder"])), it.service, SystemClock())
         await doors.start()
-        lateness = Lateness()
-        watch = asyncio.create_task(lateness.run())
+        watch = Watch(doors)
+        watching = asyncio.create_task(watch.run())
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         print(json.dumps([doors._doors[0].address[1], doors._doors[1].port]), flush=True)
         while not stop.is_set() and await reader.readline():
-            print(json.dumps(state(it, doors, lateness, tell)), flush=True)
-        watch.cancel()
+            print(json.dumps(state(it, doors, watch, tell)), flush=True)
+        watching.cancel()
         await doors.stop()
 
 

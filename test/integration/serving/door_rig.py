@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from http_rig import body, post, write_tokenizer
+from http_rig import NEVER, body, post, write_tokenizer
 from serving_rig import HERE, ROOT, reference
 
 sys.path.insert(0, str(ROOT / "test" / "fakes"))
@@ -28,8 +28,6 @@ FAULT = re.compile(r"Traceback| (ERROR|CRITICAL) |^[EF]\d{4} |Fatal Python", re.
 """Also what gRPC's own library logs, which is to be silent: a client can make it say something each time."""
 
 MB = 1_000_000
-NEVER = 10_000
-"""The token that ends an answer: not one of the chain's, so that answers have the length that was asked for."""
 
 
 def resident_bytes(pid: int) -> int:
@@ -74,7 +72,7 @@ class DoorRig:
 
     async def line(self) -> Any:
         assert self.process.stdout is not None
-        text = await asyncio.wait_for(self.process.stdout.readline(), 60.0)
+        text = await asyncio.wait_for(self.process.stdout.readline(), 120.0)
         assert text, f"the gateway has ended: {self.log.read_text(errors='replace')[-4000:]}"
         return json.loads(text)
 
@@ -87,7 +85,7 @@ class DoorRig:
             self.process.stdin.write(b"\n")
             return dict(await self.line())
 
-    async def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 30.0) -> dict[str, Any]:
+    async def until(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
         """The first state for which it is so."""
         for _ in range(round(timeout_s / 0.02)):
             found = await self.state()
@@ -145,7 +143,7 @@ class HealthyClient:
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{self._it.grpc_port}", options=alone)
         self._stub = pb_grpc.ChatStub(self._channel)
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._it.http_port)
-        await asyncio.wait_for(self._channel.channel_ready(), 60.0)
+        await asyncio.wait_for(self._channel.channel_ready(), 120.0)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -155,9 +153,9 @@ class HealthyClient:
     async def ask(self, question: str, count: int = 4) -> None:
         """AssertionError for anything but the right answer, at either door."""
         expected = self._it.expected(question, count)
-        assert await asyncio.wait_for(self._http(question, count), 60.0) == expected
+        assert await asyncio.wait_for(self._http(question, count), 120.0) == expected
         request = ask(question, sampling={"max_tokens": count, "temperature": 0.0})
-        assert (await self._stub.Generate(request, timeout=60.0)).text == expected
+        assert (await self._stub.Generate(request, timeout=120.0)).text == expected
 
     async def _http(self, question: str, count: int) -> str:
         self._writer.write(post(body(question, max_tokens=count)))
@@ -190,7 +188,7 @@ class Peak:
             self.memory = max(self.memory, self._it.memory)
             if number % 5 == 0:
                 found = await self._it.state()
-                self.buffered = max(self.buffered, found["buffered"])
+                self.buffered = max(self.buffered, found["most_buffered"])
                 self.late_s = max(self.late_s, found["late_s"])
             number += 1
             await asyncio.sleep(0.01)
@@ -202,9 +200,7 @@ async def doors(
     environment: dict[str, str] | None = None, zenoh: str = "", **serving: Any,
 ) -> AsyncIterator[DoorRig]:  # fmt: skip
     """The process. At its end there must be nothing in its log that tells of a fault, and it must end by itself."""
-    write_tokenizer(folder / "tokenizer")
-    (folder / "tokenizer" / "config.json").write_text(json.dumps({"eos_token_id": NEVER}))
-    tokenizer, log = ChatTokenizer(folder / "tokenizer"), folder / "log"
+    tokenizer, log = write_tokenizer(folder / "tokenizer", NEVER), folder / "log"
     settings = {
         "folder": str(folder / "tokenizer"), "gateway": gateway or {}, "grpc": grpc_rules or {}, "serving": serving,
         "environment": environment or {}, "zenoh": zenoh,
@@ -222,7 +218,7 @@ async def doors(
         await it.answers_rightly()
         assert process.stdin is not None
         process.stdin.close()
-        assert await asyncio.wait_for(process.wait(), 30.0) == 0, log.read_text(errors="replace")[-4000:]
+        assert await asyncio.wait_for(process.wait(), 60.0) == 0, log.read_text(errors="replace")[-4000:]
         assert not (faults := it.faults()), faults[0]
     finally:
         if process.returncode is None:

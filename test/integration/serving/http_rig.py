@@ -27,11 +27,13 @@ from vla_models.sampling import SamplingRule
 MODEL = "chain"
 VOCAB = 997
 EOS = 0
+NEVER = 10_000
+"""In place of EOS: not one of the chain's tokens, so that answers have the length that was asked for."""
 GATEWAY = GatewayConfig(http_listen="127.0.0.1:0", drain_s=0.0)
 TEMPLATE = "{% for m in messages %}<|start|>{{ m['role'] + ': ' + m['content'] }}{% endfor %}<|start|>assistant:"
 
 
-def write_tokenizer(folder: Path) -> ChatTokenizer:
+def write_tokenizer(folder: Path, eos: int = EOS) -> ChatTokenizer:
     """Bytes for what is asked, and a word of its own for every other token of the chain's vocabulary."""
     folder.mkdir(exist_ok=True)
     names = ["<|end|>", "<|start|>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
@@ -42,7 +44,7 @@ def write_tokenizer(folder: Path) -> ChatTokenizer:
     tokenizer.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in names[:2]])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": eos}))
     return ChatTokenizer(folder)
 
 
@@ -54,12 +56,13 @@ class HttpRig:
     def expected(self, question: str, count: int, rule: SamplingRule | None = None) -> str:
         """The answer, computed without any server."""
         prompt = self.tokenizer.chat([{"role": "user", "content": question}])
-        tokens = reference(prompt, count, rule, stop=(EOS,))
-        return self.tokenizer.decode([token for token in tokens if token != EOS])
+        ends = tuple(self.tokenizer.eos_token_ids)
+        tokens = reference(prompt, count, rule, stop=ends)
+        return self.tokenizer.decode([token for token in tokens if token not in ends])
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
         sock = socket.socket()
-        sock.settimeout(20.0)
+        sock.settimeout(60.0)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.connect(self.server.address)
@@ -71,7 +74,7 @@ class HttpRig:
             sock.sendall(data)
             return read_all(sock)
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         end = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < end, self.thread.service.health()
@@ -98,10 +101,10 @@ class HttpRig:
 @contextmanager
 def http_rig(
     folder: Path, environment: dict[str, str] | None = None, gateway: dict[str, Any] | None = None, structured: bool = False,
-    **serving: Any,
+    eos: int = EOS, **serving: Any,
 ) -> Iterator[HttpRig]:  # fmt: skip
     config, clock = replace(BASE, **serving), SystemClock()
-    tokenizer = write_tokenizer(folder)
+    tokenizer = write_tokenizer(folder, eos)
     if structured:
         environment = {**(environment or {}), "CHAIN_GRAMMARS": str(folder)}
     thread = ServingThread(config, clock, chain_specs(config, environment))

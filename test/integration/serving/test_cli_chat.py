@@ -17,7 +17,7 @@ import pytest
 
 for module in ("httpx", "uvicorn", "tokenizers"):
     pytest.importorskip(module, reason=f"{module} is not installed: pip install 'vla-runtime[chat,gateway]'")
-from http_rig import HttpRig, http_rig  # noqa: E402
+from http_rig import NEVER, HttpRig, http_rig  # noqa: E402
 from serving_rig import ROOT  # noqa: E402
 
 VLA_CHAT = [sys.executable, "-m", "vla_cli", "chat"]
@@ -27,14 +27,14 @@ QUESTION = "What is a robot?"
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory):
     slow = {"CHAIN_STEP_S": "0.01", "CHAIN_MAX_MODEL_LEN": "4096"}
-    with http_rig(tmp_path_factory.mktemp("tokenizer"), slow, blocks=512) as it:
+    with http_rig(tmp_path_factory.mktemp("tokenizer"), slow, blocks=512, eos=NEVER) as it:
         yield it
         it.until(it.is_idle)
 
 
 def run(*arguments: str, url: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [*VLA_CHAT, "--url", url, "--temperature", "0", *arguments]
-    return subprocess.run(command, input=given, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, input=given, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 class Pty:
@@ -54,7 +54,7 @@ class Pty:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
-    def until(self, mark: str, timeout_s: float = 30.0) -> str:
+    def until(self, mark: str, timeout_s: float = 60.0) -> str:
         """What has appeared since the last mark, up to this one; escape sequences left out."""
         end = time.monotonic() + timeout_s
         while mark not in self.seen:
@@ -71,7 +71,7 @@ class Pty:
         A SIGINT between the two is kept by Python's readline until the next key (seen in 4 of 350,000 attempts): it
         looks for signals only when one interrupts its wait.
         """
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + 60.0
         while self.state() != "S":
             assert time.monotonic() < end, f"process state {self.state()}"
             time.sleep(0.001)
@@ -82,7 +82,7 @@ class Pty:
 
     def ended(self) -> int:
         """Its exit status, when it has ended by itself."""
-        return self.process.wait(timeout=20.0)
+        return self.process.wait(timeout=60.0)
 
     def __enter__(self) -> Pty:
         return self
@@ -113,7 +113,7 @@ def test_a_talk_in_a_terminal_has_a_memory_and_ctrl_c_stops_only_the_answer(rig:
     with Pty("--stats", "--max-tokens", "4000", url=rig.url) as terminal:
         terminal.until("> ")
         terminal.type("hello\n")
-        terminal.until(" w", 30.0)  # a word of the answer
+        terminal.until(" w")  # a word of the answer
         rig.until(lambda: rig.active == 1)
         terminal.type("\x03")
         terminal.until("stopped")

@@ -45,7 +45,7 @@ from raw_http2 import (
 from vla_cloud.gateway.proto import vla_chat_pb2 as pb
 
 SHORT = {"CHAIN_MAX_MODEL_LEN": "128"}
-HASTY = {"http_max_body_bytes": 100_000, "http_body_timeout_s": 0.3}
+SMALL = {"http_max_body_bytes": 100_000}
 BASE = body("hi", max_tokens=1)
 LANES = 12
 Ends = Counter[str]
@@ -71,7 +71,7 @@ async def http_bodies(it: DoorRig, seed: int, count: int, ends: Ends) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", it.http_port)
     for _ in range(count):
         writer.write(fuzz.request(fuzz.body(rng, BASE)))
-        ends.update((await asyncio.wait_for(answer(reader), 30.0),))
+        ends.update((await asyncio.wait_for(answer(reader), 60.0),))
     writer.close()
 
 
@@ -126,7 +126,7 @@ async def grpc_messages(it: DoorRig, seed: int, count: int, ends: Ends) -> None:
             timeout = rng.choice((("grpc-timeout", "20S"), ("grpc-timeout", "20S"), ("grpc-timeout", rng.choice(TIMEOUTS))))
             connection.write(frame(HEADERS, END_HEADERS, stream, header_block(call_headers(method, timeout))))
             connection.write(frame(DATA, END_STREAM, stream, grpc_data(rng)))
-        await asyncio.wait_for(connection.until_ended(*batch), 40.0)
+        await asyncio.wait_for(connection.until_ended(*batch), 120.0)
         assert not connection.has_gone, connection.goaway
         for stream in batch:
             reply = connection.replies.pop(stream)
@@ -165,7 +165,7 @@ async def grpc_frames(it: DoorRig, seed: int, count: int, ends: Ends) -> None:
         connection.write((PREFACE if rng.random() < 0.95 else fuzz.damaged(rng, PREFACE)) + b"".join(sent))
         with contextlib.suppress(asyncio.TimeoutError):
             for _ in range(20):
-                if await asyncio.wait_for(connection.read_frame(), 0.02) is None:
+                if await asyncio.wait_for(connection.read_frame(), 0.5) is None:
                     break
         outcome = "goaway" if connection.goaway else "closed" if connection.has_gone else "open"
         ends.update({outcome: len(sent)})
@@ -205,7 +205,7 @@ def test_malformed_messages_break_nothing(tmp_path: Path, total: int) -> None:
     left 1 kB each would add 90 MB. The log must tell of no fault (the rig looks), and must not grow by each message."""
 
     async def go() -> None:
-        async with doors(tmp_path, HASTY, {"keepalive_timeout_s": 2.0}, SHORT) as it:
+        async with doors(tmp_path, SMALL, {}, SHORT) as it:
             await attack(it, 1200, 1)
             await it.settled()
             memory, descriptors = it.memory, it.descriptors
@@ -235,7 +235,7 @@ def test_a_body_whose_end_is_told_in_two_ways_is_refused_with_all_that_follows(t
             for number, framing in enumerate(FRAMINGS):
                 reader, writer = await asyncio.open_connection("127.0.0.1", it.http_port)
                 writer.write(post(b"").replace(b"Content-Length: 0", framing) + b"0\r\n\r\n" + SMUGGLED)
-                received = await asyncio.wait_for(reader.read(), 20.0)
+                received = await asyncio.wait_for(reader.read(), 60.0)
                 writer.close()
                 assert re.findall(rb"HTTP/1\.1 (\d+)", received) == [b"400"] and b"smuggled" not in received
                 assert (await it.state())["connections"]["malformed"] == number + 1
@@ -255,7 +255,7 @@ def test_a_call_without_a_complete_message_ends(tmp_path: Path) -> None:
                     stream = next(streams)
                     connection.write(frame(HEADERS, END_HEADERS, stream, header_block(call_headers(method))))
                     connection.write(frame(DATA, END_STREAM, stream, data))
-                    await asyncio.wait_for(connection.until_ended(stream), 20.0)
+                    await asyncio.wait_for(connection.until_ended(stream), 60.0)
                     reply = connection.reply(stream)
                     assert NAMES[reply.status] == "INVALID_ARGUMENT" and "vla.v1.GenerateRequest" in reply.told, reply
             connection.close()

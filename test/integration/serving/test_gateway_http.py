@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -14,7 +15,7 @@ openai = pytest.importorskip("openai", reason="openai is not installed: pip inst
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'vla-runtime[gateway]'")
 from http_rig import MODEL, HttpRig, body, http_rig  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-from serving_rig import few  # noqa: E402
+from serving_rig import BASE, few  # noqa: E402
 
 from vla_models.sampling import SamplingRule  # noqa: E402
 
@@ -30,7 +31,7 @@ def rig(tmp_path_factory):
 
 
 def client_of(rig: HttpRig):
-    return openai.OpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0, timeout=30.0)
+    return openai.OpenAI(base_url=f"{rig.url}/v1", api_key="none", max_retries=0, timeout=120.0)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def ask(client, question: str = QUESTION, **fields):
 
 def get(rig: HttpRig, path: str) -> tuple[int, bytes, dict[str, str]]:
     try:
-        with urllib.request.urlopen(f"{rig.url}{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"{rig.url}{path}", timeout=60) as response:
             return response.status, response.read(), dict(response.headers)
     except HTTPError as error:
         with error:
@@ -187,7 +188,7 @@ def test_overload_is_a_rate_limit_with_a_delay_and_draining_is_unavailable(tmp_p
             ask(client)
         assert int(caught.value.response.headers["retry-after"]) >= 1
         first.close()
-        waiting.join(timeout=20.0)
+        waiting.join(timeout=60.0)
         assert not waiting.is_alive()
         rig.until(rig.is_idle)
         assert rig.thread.call(rig.chat.drain(5.0))
@@ -203,7 +204,8 @@ def test_a_failure_after_the_first_byte_is_an_error_event(tmp_path: Path) -> Non
     import os
     import signal
 
-    with http_rig(tmp_path, SLOW, blocks=256, deadline_s=4.0) as rig, client_of(rig) as client:
+    retry = replace(BASE.retry, capacity_wait_s=2.0)
+    with http_rig(tmp_path, SLOW, blocks=256, deadline_s=30.0, retry=retry) as rig, client_of(rig) as client:
         chunks = ask(client, stream=True, max_tokens=1500)
         got = [next(chunks) for _ in range(3)]
 
@@ -232,7 +234,7 @@ def test_a_raw_stream_ends_with_done(rig: HttpRig) -> None:
     request = urllib.request.Request(
         f"{rig.url}/v1/chat/completions", json.dumps(body(stream=True)).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         lines = response.read().split(b"\n\n")
         assert response.headers["content-type"].startswith("text/event-stream")
     assert lines[-2:] == [b"data: [DONE]", b""] and all(line.startswith(b"data: {") for line in lines[:-2])

@@ -8,13 +8,13 @@ import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("tokenizers")
-from http_rig import body, http_rig, post, read_until
+from http_rig import NEVER, body, http_rig, post, read_until
 from serving_rig import SLOW_STEP
 
 
 @pytest.fixture(scope="module")
 def it(tmp_path_factory):
-    with http_rig(tmp_path_factory.mktemp("tokenizer"), SLOW_STEP) as rig:
+    with http_rig(tmp_path_factory.mktemp("tokenizer"), SLOW_STEP, eos=NEVER) as rig:
         yield rig
 
 

@@ -51,7 +51,7 @@ def rig(tmp_path_factory):
 
 
 def get(address: tuple[str, int], path: str, host: str = "127.0.0.1") -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(*address, timeout=10)
+    connection = http.client.HTTPConnection(*address, timeout=60)
     try:
         connection.request("GET", path, headers={"host": host})
         answer = connection.getresponse()
@@ -90,17 +90,17 @@ def test_a_page_of_another_name_is_told_nothing(rig: HttpRig, path: str) -> None
 
 
 def test_vla_top_prints_it_once(rig: HttpRig) -> None:
-    done = subprocess.run([*VLA, "top", "--once", "--url", rig.url], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*VLA, "top", "--once", "--url", rig.url], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for word in ("serving", "arm1", "nominal", "arm2", "p0", "prefill", "first token"):
         assert word in done.stdout, word
     assert "\x1b" not in done.stdout
-    done = subprocess.run([*VLA, "top", "--once", "--json", "--url", rig.url], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*VLA, "top", "--once", "--json", "--url", rig.url], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert json.loads(done.stdout)["version"] == 1
 
 
 def test_vla_top_says_when_nothing_is_there() -> None:
-    done = subprocess.run([*VLA, "top", "--url", "http://127.0.0.1:1"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*VLA, "top", "--url", "http://127.0.0.1:1"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "nothing answers at http://127.0.0.1:1" in done.stderr and "status_listen" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -216,12 +216,12 @@ def test_all_doors_count_on_one_page(tmp_path: Path) -> None:
             assert isinstance(web, HttpServer) and isinstance(state, StatusServer)
             with grpc.insecure_channel(f"127.0.0.1:{rpc.port}") as channel:
                 stub = pb_grpc.ChatStub(channel)
-                assert stub.Generate(ask("hi", sampling={"max_tokens": 4, "temperature": 0.0}), timeout=20).done.usage
-                assert len(list(stub.GenerateStream(ask("hi", sampling={"max_tokens": 4, "temperature": 0.0}), timeout=20)))
+                assert stub.Generate(ask("hi", sampling={"max_tokens": 4, "temperature": 0.0}), timeout=60).done.usage
+                assert len(list(stub.GenerateStream(ask("hi", sampling={"max_tokens": 4, "temperature": 0.0}), timeout=60)))
                 with pytest.raises(grpc.RpcError):
-                    stub.Generate(ask("hi", model="other"), timeout=20)
+                    stub.Generate(ask("hi", model="other"), timeout=60)
                 with pytest.raises(grpc.RpcError):
-                    channel.unary_unary("/vla.v1.Chat/Generate")(b"\xff\xff", timeout=20)
+                    channel.unary_unary("/vla.v1.Chat/Generate")(b"\xff\xff", timeout=60)
             pages = [get(server.address, "/metrics")[2].decode() for server in (web, state)]
             for page in pages:
                 counted = {tuple(sorted(sample.labels.items())): sample.value for one in text_string_to_metric_families(page)

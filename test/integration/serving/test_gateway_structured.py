@@ -39,14 +39,15 @@ TOOLS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def it(tmp_path_factory):
     longer = {"CHAIN_MAX_MODEL_LEN": "2048"}
-    with http_rig(tmp_path_factory.mktemp("tokenizer"), longer, structured=True, colocated=True) as it:
+    # The first answers wait until the worker has imported what its grammars need.
+    with http_rig(tmp_path_factory.mktemp("tokenizer"), longer, structured=True, colocated=True, deadline_s=250.0) as it:
         yield it
         it.until(it.is_idle)
 
 
 @pytest.fixture(scope="module")
 def client(it: HttpRig):
-    with openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+    with openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=0, timeout=280.0) as client:
         yield client
 
 
@@ -165,7 +166,7 @@ async def _write(it: Rig, request_id: str, kill: str | None = None) -> tuple[lis
 
 def test_json_goes_on_on_another_worker() -> None:
     async def go() -> None:
-        slow = {name: {"CHAIN_STEP_S": "0.005"} for name in ("d0", "d1")}
+        slow = {name: {"CHAIN_STEP_S": "0.05"} for name in ("d0", "d1")}
         async with rig(environment={"CHAIN_GRAMMARS": "counting"}, per_worker=slow, decode_workers=2) as it:
             whole, end = await _write(it, "whole")
             assert end.reason is FinishReason.STOP and whole[-1] == 996 and len(whole) == len(PLACES) + 1

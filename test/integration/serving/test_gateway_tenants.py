@@ -66,23 +66,28 @@ def test_a_tenant_that_floods_keeps_nobody_out(tokenizer):
     async def go():
         admission = few(max_active=1, max_queued=8, share={}, tenant_share=0.5)
         async with (
-            workers(environment={"CHAIN_STEP_S": "0.01"}, admission=admission) as pools,
+            workers(environment={"CHAIN_STEP_S": "0.05"}, admission=admission) as pools,
             both_doors([ServedModel("tiny", tokenizer, pools.service)], keys) as it,
         ):
             order: list[str] = []
 
-            async def one(name: str, number: int) -> None:
-                request = ask(f"{name} {number}", sampling={"max_tokens": 12, "temperature": 0.0})
+            async def one(name: str, number: int, count: int = 3) -> None:
+                request = ask(f"{name} {number}", sampling={"max_tokens": count, "temperature": 0.0})
                 await it.stub.Generate(request, metadata=keys.metadata(name))
                 order.append(name)
 
-            flood = [asyncio.create_task(one("flood", number)) for number in range(12)]
-            await until(lambda: pools.service.health()["queued"] == 4)
+            plug = asyncio.create_task(one("flood", 0, 400))  # all others wait until it is taken away
+            await until(lambda: pools.service.health()["active"] == 1)
+            flood = [asyncio.create_task(one("flood", number)) for number in range(1, 12)]
+            await until(lambda: sum(task.done() for task in flood) == 7 and pools.service.health()["queued"] == 4)
             calm = [asyncio.create_task(one("calm", number)) for number in range(2)]
+            await until(lambda: pools.service.health()["queued"] == 6)
+            assert not plug.done() and not order
+            plug.cancel()
             ends = await asyncio.gather(*flood, *calm, return_exceptions=True)
             refused = [end for end in ends if isinstance(end, grpc.aio.AioRpcError)]
             assert len(refused) == 7 and all("of this tenant wait" in end.details() for end in refused)
-            assert order.count("calm") == 2 and order.count("flood") == 5
+            assert order.count("calm") == 2 and order.count("flood") == 4
             last_of_flood = len(order) - 1 - order[::-1].index("flood")
             assert order.index("calm") < last_of_flood  # not behind all that the other has sent
             await pools.baseline()
