@@ -82,7 +82,7 @@ class Launch:
         files = [*self.folder.rglob(f"node/{node}/out"), *self.folder.rglob(f"node/{node}/err")]
         return "".join(path.read_text(errors="replace") for path in dict.fromkeys(path.resolve() for path in files))
 
-    def wait_for(self, node, text, timeout_s=60.0):
+    def wait_for(self, node, text, timeout_s=120.0):
         """Until the node has printed the text."""
         deadline = time.monotonic() + timeout_s
         while text not in self.output(node):
@@ -104,12 +104,12 @@ class Launch:
                 found |= children
         return found
 
-    def stop(self, timeout_s=30.0):
-        """Ctrl-C; returns ids of processes that outlived it."""
+    def stop(self, timeout_s=120.0):
+        """Ctrl-C; returns ids of processes that outlived it, which a busy machine may let end later than the runner."""
         family = self.family()
         self.process.send_signal(signal.SIGINT)
         self.process.wait(timeout_s)
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + 60.0
         while (left := [pid for pid in family if is_running(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "fault"))
 
 from edge_rig import streams
-from ros_rig import HOLDING, INSTRUCTION, LIMITS, NOMINAL, GoalStatus, RosRig, alive, own_children
+from ros_rig import EVENT_S, HOLDING, INSTRUCTION, LIMITS, NOMINAL, GoalStatus, RosRig, alive, own_children
 
 from vla_common import wire
 from vla_common.clock import SystemClock, sleep_s
@@ -25,14 +25,17 @@ from vla_common.clock import SystemClock, sleep_s
 CLOCK = SystemClock()
 T = 0.01
 JOINTS = len(LIMITS)
+ATTEMPTS = 5
+STALLED = ("chunks ran out", "no chunk came after the re-arm", "the motor process did not run")
+"""Begin of the reasons for which the shield itself stops a robot."""
 
 
 @pytest.fixture
 def make_rig(tmp_path):
     rigs = []
 
-    def make(*arguments, **options):
-        rigs.append(RosRig(tmp_path, *arguments, **options))
+    def make(*arguments, folder=tmp_path, **options):
+        rigs.append(RosRig(folder, *arguments, **options))
         return rigs[-1]
 
     yield make
@@ -67,19 +70,69 @@ def check_damped_stop(rows, first):
     return (moving[-1] + 1) * T
 
 
-def at_rest(rig, timeout_s=3.0):
+def at_rest(rig):
     """Until the last ten commands are equal; returns all commands."""
     def still():
         rows = rig.commands()[-10:, 2:2 + JOINTS]
         return len(rows) == 10 and (rows == rows[-1]).all()
-    rig.wait(still, timeout_s, "at rest")
+    rig.wait(still, EVENT_S, "at rest")
     return rig.commands()
 
 
 def at_end(rig):
-    """All commands of a motor process that has ended."""
+    """All commands of a motor process that has ended: the robot may get the last of them later."""
+    def still():
+        rows = rig.commands()
+        last = streams(rows[:, 2:2 + JOINTS], rows[:, 1])[-1][-2:]
+        return len(last) == 2 and (last[0] == last[1]).all()
+    rig.wait(still, EVENT_S, "at rest")
     sleep_s(CLOCK, 0.3)
     return rig.commands()
+
+
+def has_gap(rows):
+    """Whether on a busy machine not every command of a motion came to the robot, or the stream was broken off.
+
+    The motor process keeps the newest command only, for a robot or a network that is behind. The stamps tell of those
+    between; where a form has none, the arrivals do.
+    """
+    moves = np.diff(rows[:, 2:2 + JOINTS], axis=0).any(axis=1)
+    moves[1:] |= moves[:-1]
+    has_stamps = not np.isnan(rows[:, 1]).any()
+    step_s = np.diff(rows[:, 1 if has_stamps else 0]) * 1e-9
+    return bool((moves & (step_s > (1.5 if has_stamps else 3.0) * T)).any())
+
+
+def was_stopped_by_itself(rig, seen):
+    """Whether the shield stopped the robot for want of what the other processes make, from status ``seen`` on."""
+    return any(text in one.reason for one in rig.statuses[seen:] for text in STALLED)
+
+
+def stop_from_motion(rig, move, stop, until=at_rest):
+    """Has the robot moved and stopped. Returns what ``stop`` returned, which is given what ``move`` returned; all
+    commands that were not judged before; and which of them was the first since the stop.
+
+    Once more, some times at most, where a process was stalled meanwhile: then the shield has ended the motion, or the
+    robot has not got the whole of it, and the stop cannot be judged. The last attempt is judged whatever it was.
+    """
+    begin = rig.judged
+    for _ in range(ATTEMPTS):
+        moving = move()
+        first, seen = len(rig.commands()), len(rig.statuses) - 1
+        found = stop(moving)
+        rows = until(rig)
+        rig.judged = len(rows)
+        judged, first, begin = rows[begin:], first - begin, len(rows)
+        if not has_gap(judged) and not was_stopped_by_itself(rig, seen):
+            break
+        print(f"\nstalled while it moved: {rig.statuses[-1].reason}")
+    return found, judged, first
+
+
+def cancel(rig, handle):
+    answer = handle.cancel_goal_async()
+    rig.wait(answer.done, EVENT_S, "cancel")
+    return rig.result_of(handle)
 
 
 def test_a_working_day(make_rig):
@@ -88,81 +141,109 @@ def test_a_working_day(make_rig):
     assert rig.trigger("rearm") == (False, "refused: the node is not active")
     assert rig.trigger("estop")[0] and not rig.send_goal(INSTRUCTION).accepted
     assert rig.change("configure") and rig.lifecycle_state() == "inactive"
-    rig.wait(lambda: len(rig.commands()) > 20 and rig.state() == HOLDING, 20.0, "commands")
+    rig.wait(lambda: len(rig.commands()) > 20 and rig.state() == HOLDING, EVENT_S, "commands")
     assert set(own_children(rig.edge.pid)) == {"motor", "policy"}
     np.testing.assert_array_equal(rig.position(), LIMITS.ready)  # joints found by name in another order
     assert not rig.trigger("rearm")[0] and rig.change("activate")
 
-    handle = rig.start_moving()
-    rig.wait(lambda: rig.feedback and rig.feedback[-1].shield_state == NOMINAL and "following" in rig.feedback[-1].reason,
-             10.0, "feedback")
-    assert 0 <= rig.feedback[-1].context_age_s < 1
-    assert not rig.send_goal("something else").accepted  # one at a time
+    # Cancel: a damped stop.
+    def follow():
+        rig.feedback.clear()
+        return rig.start_moving(until=lambda: rig.feedback and rig.feedback[-1].shield_state == NOMINAL
+                                and "following" in rig.feedback[-1].reason)
+
+    def cancel_one_of_two(handle):
+        age_s = rig.feedback[-1].context_age_s
+        other = rig.send_goal("something else")
+        found = cancel(rig, handle)
+        if other.accepted:  # which it may be after a stall alone
+            cancel(rig, other)
+        return age_s, other.accepted, *found
+
+    (age_s, is_other_accepted, status, result), rows, first = stop_from_motion(rig, follow, cancel_one_of_two)
+    assert 0 <= age_s < 1
+    assert not is_other_accepted  # one at a time
     # An observation is stamped with the local monotonic clock though the robot stamps with the wall clock.
     observation = rig.observations[-1]
     assert abs(CLOCK.monotonic_ns() - wire.stamp_ns(observation.header)) < 5e9
     assert list(observation.joint_names) == list(LIMITS.names) and observation.images[0].header.frame_id == "front"
-    rates = [wire.stamp_ns(o.header) for o in rig.observations[-20:]]
-    assert 6 < 1e9 / np.diff(rates).mean() < 14
-
-    # Cancel: a damped stop.
-    first = len(rig.commands())
-    cancel = handle.cancel_goal_async()
-    rig.wait(cancel.done, 5.0, "cancel")
-    status, result = rig.result_of(handle)
     assert (status, result.success, result.message) == (GoalStatus.STATUS_CANCELED, False, "cancelled")
-    took_s = check_damped_stop(at_rest(rig), first)
-    print(f"\ncancel to rest: {took_s:.2f} s")
-    rig.wait(lambda: rig.state() == HOLDING, 3.0, "holding")
-    assert rig.statuses[-1].reason.startswith("stopped, the goal ended: cancelled: re-arm to go on")
+    print(f"\ncancel to rest: {check_damped_stop(rows, first):.2f} s")
+    rig.wait(lambda: rig.state() == HOLDING, EVENT_S, "holding")
+    rig.wait(lambda: rig.statuses[-1].reason.startswith("stopped, the goal ended: cancelled: re-arm to go on"), EVENT_S,
+             "the reason")
+    stop_by_service(rig)
+    go_home(rig)
+    stop_by_transitions(rig)
 
-    # Another goal and a stop by service: the goal is aborted and says why.
-    handle = rig.start_moving(-0.05)
-    first = len(rig.commands())
-    assert rig.trigger("estop")[0]
-    status, result = rig.result_of(handle)
+
+def stop_by_service(rig):
+    """Another goal: it is aborted and says why."""
+    def stop(handle):
+        return rig.trigger("estop")[0], *rig.result_of(handle)
+
+    (is_braking, status, result), rows, first = stop_from_motion(rig, lambda: rig.start_moving(-0.05), stop)
+    assert is_braking
     assert status == GoalStatus.STATUS_ABORTED and "the robot stopped: emergency stop by the operator" in result.message
-    print(f"estop to rest: {check_damped_stop(at_rest(rig), first):.2f} s")
+    print(f"estop to rest: {check_damped_stop(rows, first):.2f} s")
 
-    # Home needs no cloud, and its end is seen.
+
+def go_home(rig):
+    """Home needs no cloud, and its end is seen."""
     rig.cloud_answers = False
-    handle = rig.send_goal("go home")
-    rig.rearm()
-    status, result = rig.result_of(handle, 20.0)
+    for _ in range(ATTEMPTS):
+        begin, seen = len(rig.commands()), len(rig.statuses)
+        handle = rig.send_goal("go home")
+        rig.rearm()
+        status, result = rig.result_of(handle)
+        # A stall of some process ends this goal as any other.
+        is_stalled = has_gap(rig.commands()[begin:]) or was_stopped_by_itself(rig, seen)
+        if status == GoalStatus.STATUS_SUCCEEDED or not is_stalled:
+            break
     assert (status, result.success, result.message) == (GoalStatus.STATUS_SUCCEEDED, True, "the ready pose is reached")
-    np.testing.assert_allclose(rig.position(), LIMITS.ready, atol=1e-3)
+    rig.wait(lambda: np.allclose(rig.position(), LIMITS.ready, rtol=1e-7, atol=1e-3), EVENT_S, "the robot is there")
     assert rig.feedback[-1].progress > 0.5
     rig.cloud_answers = True
 
-    # An operator's word on the topic instead of a goal, and deactivate while it moves.
-    rig.wait(lambda: rig.state() == HOLDING, 5.0, "holding")
-    rig.direction[:7] = 0.05
+
+def stop_by_transitions(rig):
+    """An operator's word on the topic instead of a goal; deactivate while it moves, and cleanup."""
     from std_msgs.msg import String
+
+    def move():
+        rig.make_active()
+        rig.keep_moving()
+
+    def is_in_time():
+        stamps = [wire.stamp_ns(one.header) for one in rig.observations[-20:]]
+        return len(stamps) == 20 and 6 < 1e9 / np.diff(stamps).mean() < 14
+
+    rig.wait(lambda: rig.state() == HOLDING, EVENT_S, "holding")
     rig.node.create_timer(0.3, lambda: rig.words.publish(String(data=INSTRUCTION)))
-    rig.rearm()
-    rig.wait_moving()
-    first = len(rig.commands())
-    assert rig.change("deactivate") and rig.lifecycle_state() == "inactive"
-    print(f"deactivate to rest: {check_damped_stop(at_rest(rig), first):.2f} s")
-    rig.wait(lambda: rig.statuses[-1].reason.startswith("stopped, the node was deactivated"), 3.0, "the reason")
+    rig.wait(is_in_time, EVENT_S, "observations at 10 Hz")
+    found, rows, first = stop_from_motion(rig, move, lambda _: (rig.change("deactivate"), rig.lifecycle_state()))
+    assert found == (True, "inactive")
+    print(f"deactivate to rest: {check_damped_stop(rows, first):.2f} s")
+    rig.wait(lambda: rig.statuses[-1].reason.startswith("stopped, the node was deactivated"), EVENT_S, "the reason")
     assert rig.trigger("rearm") == (False, "refused: the node is not active")
     held = rig.position()
     sleep_s(CLOCK, 0.3)
     np.testing.assert_array_equal(rig.position(), held)
 
     # Active again, then cleanup while it moves: the stream ends at rest.
-    assert rig.change("activate")
-    rig.rearm()
-    rig.wait_moving()
-    children = own_children(rig.edge.pid)
-    first = len(rig.commands())
-    assert rig.change("deactivate") and rig.change("cleanup") and rig.lifecycle_state() == "unconfigured"
-    print(f"deactivate and cleanup to rest: {check_damped_stop(rig.commands(), first):.2f} s")
-    assert not any(map(alive, children.values())) and own_children(rig.edge.pid) == {}
+    def clean_up(_):
+        children.append(own_children(rig.edge.pid))
+        return rig.change("deactivate") and rig.change("cleanup"), rig.lifecycle_state()
+
+    children = []
+    found, rows, first = stop_from_motion(rig, move, clean_up, at_end)
+    assert found == (True, "unconfigured")
+    print(f"deactivate and cleanup to rest: {check_damped_stop(rows, first):.2f} s")
+    assert not any(map(alive, children[-1].values())) and own_children(rig.edge.pid) == {}
     # And once more from the beginning.
-    seen = len(rig.commands())
+    seen, held = rig.judged, rig.position()
     assert rig.change("configure") and rig.change("activate")
-    rig.wait(lambda: len(rig.commands()) > seen + 20, 20.0, "commands again")
+    rig.wait(lambda: len(rig.commands()) > seen + 20, EVENT_S, "commands again")
     again = rig.commands()[seen:, 2:2 + JOINTS]
     assert (again == again[0]).all() and abs(again[0] - held).max() < 0.2  # from where it stands, at rest
 
@@ -170,62 +251,77 @@ def test_a_working_day(make_rig):
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_with_a_damped_stop(make_rig, kind):
     rig = make_rig()
-    rig.bring_up()
-    handle = rig.start_moving()
-    children = own_children(rig.edge.pid)
-    first = len(rig.commands())
-    rig.edge.send_signal(kind)
-    status, result = rig.result_of(handle)
+    children = []
+
+    def move():
+        rig.make_active()
+        children.append(own_children(rig.edge.pid))
+        return rig.start_moving()
+
+    def stop(handle):
+        rig.edge.send_signal(kind)
+        return rig.edge.wait(EVENT_S), *rig.result_of(handle)
+
+    (code, status, result), rows, first = stop_from_motion(rig, move, stop, at_end)
     assert status == GoalStatus.STATUS_ABORTED and "shuts down" in result.message
-    assert rig.edge.wait(6.0) == 0, rig.log.read_text()
-    print(f"\n{kind.name} to rest: {check_damped_stop(at_end(rig), first):.2f} s")
-    assert not any(map(alive, children.values()))
+    assert code == 0, rig.log.read_text()
+    print(f"\n{kind.name} to rest: {check_damped_stop(rows, first):.2f} s")
+    assert not any(map(alive, children[-1].values()))
 
 
 def test_a_killed_node_leaves_a_robot_at_rest(make_rig):
     rig = make_rig()
-    rig.bring_up()
-    rig.start_moving()
-    children = own_children(rig.edge.pid)
-    first = len(rig.commands())
-    rig.edge.kill()
-    rig.edge.wait()
-    rig.wait(lambda: not any(map(alive, children.values())), 5.0, "all children gone")
-    print(f"\nkill -9 of the node to rest: {check_damped_stop(at_end(rig), first):.2f} s")
+
+    def move():
+        rig.make_active()
+        rig.start_moving()
+
+    def stop(_):
+        children = own_children(rig.edge.pid)
+        rig.edge.kill()
+        rig.edge.wait()
+        rig.wait(lambda: not any(map(alive, children.values())), EVENT_S, "all children gone")
+
+    _, rows, first = stop_from_motion(rig, move, stop, at_end)
+    print(f"\nkill -9 of the node to rest: {check_damped_stop(rows, first):.2f} s")
 
 
 def test_a_killed_motor_process_is_the_error_path(make_rig):
     rig = make_rig()
     rig.bring_up()
-    handle = rig.start_moving()
-    children = own_children(rig.edge.pid)
-    os.kill(children["motor"], signal.SIGKILL)
-    status, result = rig.result_of(handle)
+    def kill_motor(handle):
+        children = own_children(rig.edge.pid)
+        os.kill(children["motor"], signal.SIGKILL)
+        return children, *rig.result_of(handle)
+
+    for _ in range(ATTEMPTS):
+        rig.make_active()
+        children, status, result = kill_motor(rig.start_moving())
+        # The goal may have ended by a stall, and says so.
+        if not any(text in result.message for text in STALLED):
+            break
+        rig.wait(lambda: rig.lifecycle_state() == "unconfigured", EVENT_S, "unconfigured")
     assert status == GoalStatus.STATUS_ABORTED and "the motor process ended" in result.message
-    rig.wait(lambda: rig.lifecycle_state() == "unconfigured", 5.0, "unconfigured")
+    rig.wait(lambda: rig.lifecycle_state() == "unconfigured", EVENT_S, "unconfigured")
     assert not any(map(alive, children.values())) and rig.edge.poll() is None
     assert "THE MOTOR PROCESS ENDED (killed by signal 9)" in rig.log.read_text()
-    rig.wait(lambda: rig.diagnostics["node"].level == b"\x02", 5.0, "diagnostics")
+    rig.wait(lambda: rig.level("node") == b"\x02", EVENT_S, "diagnostics")
     assert "the motor process ended" in rig.diagnostics["node"].message
     # It can be configured again; nothing moves before a re-arm.
     seen = len(rig.commands())
     rig.bring_up()
-    rig.wait(lambda: len(rig.commands()) > seen + 30, 20.0, "commands again")
+    rig.wait(lambda: len(rig.commands()) > seen + 30, EVENT_S, "commands again")
     later = rig.commands()[seen:, 2:2 + JOINTS]
     assert (later == later[0]).all()
-    rig.wait(lambda: rig.state() == HOLDING, 5.0, "holding")
-    rig.wait(lambda: rig.diagnostics["node"].level == b"\x00", 5.0, "diagnostics are good again")
+    rig.wait(lambda: rig.state() == HOLDING, EVENT_S, "holding")
+    rig.wait(lambda: rig.level("node") == b"\x00", EVENT_S, "diagnostics are good again")
 
 
 @pytest.mark.parametrize("output", ["forward_command", "joint_trajectory"])
 def test_other_forms_of_the_command(make_rig, output):
     rig = make_rig(("--image", "bgr8"), output=output)
     rig.bring_up()
-    handle = rig.start_moving()
-    first = len(rig.commands())
-    cancel = handle.cancel_goal_async()
-    rig.wait(cancel.done, 5.0, "cancel")
-    rows = at_rest(rig)
+    _, rows, first = stop_from_motion(rig, rig.start_moving, lambda handle: cancel(rig, handle))
     check_damped_stop(rows, first)
     velocity = rows[:, 2 + JOINTS:]
     assert np.isnan(velocity).all() if output == "forward_command" else (
@@ -233,48 +329,58 @@ def test_other_forms_of_the_command(make_rig, output):
     assert bytes(rig.observations[-1].images[0].data[:2]) == b"\xff\xd8"  # raw images went up as JPEG
 
 
-def test_the_edge_without_the_node(make_rig, tmp_path, capsys):
-    """'vla edge' on ROS topics: the same processes, io in its own, and a recording of what was on the topics."""
+class Day:
+    """'vla edge' on ROS topics, and an operator who is a plain ROS node: no sequence numbers, no stamps."""
+
+    def __init__(self, rig):
+        from std_msgs.msg import Bool, String
+        from vla_runtime.msg import ShieldCommand
+
+        self.rig, self.word = rig, ShieldCommand
+        self.operator = rig.node.create_publisher(ShieldCommand, f"/{rig.robot}/shield_command", 10)
+        button = rig.node.create_publisher(Bool, f"/{rig.robot}/estop", 1)
+        self.is_pressed = False
+        rig.node.create_timer(0.1, lambda: button.publish(Bool(data=self.is_pressed)))
+        rig.node.create_timer(0.3, lambda: rig.words.publish(String(data=INSTRUCTION)))
+        rig.ask_rearm = lambda: self.operator.publish(ShieldCommand(command=ShieldCommand.REARM))
+
+    def move(self):
+        self.is_pressed = False
+        self.rig.keep_moving()
+
+    def press(self, _):
+        self.is_pressed = True
+        self.stopped("by its input")
+
+    def stop(self, _):
+        self.operator.publish(self.word(command=self.word.ESTOP))
+        self.stopped("by the operator")
+
+    def stopped(self, how):
+        self.rig.wait(lambda: self.rig.state() == HOLDING and how in self.rig.statuses[-1].reason, EVENT_S, how)
+
+    def work(self):
+        """Two motions and two stops; the exit code of the edge."""
+        rig = self.rig
+        rig.wait(lambda: len(rig.commands()) > 20 and rig.statuses, EVENT_S, "commands")
+        rig.wait(lambda: rig.statuses[-1].tick > 400, EVENT_S, "Fast DDS may take 3 s to introduce two processes")
+        for stop in (self.press, self.stop):
+            _, rows, first = stop_from_motion(rig, self.move, stop)
+            check_damped_stop(rows, first)
+        assert set(own_children(rig.edge.pid)) == {"motor", "policy", "io", "recorder"}
+        rig.edge.terminate()
+        return rig.edge.wait(EVENT_S)
+
+
+def check_recording(path, robot):
+    """What was on the topics, and each tick once."""
     from mcap.reader import make_reader
-    from std_msgs.msg import Bool, String
-    from vla_runtime.msg import ShieldCommand
 
-    rig = make_rig(parameters={"record": tmp_path / "day.mcap"}, plain=True)
-    operator = rig.node.create_publisher(ShieldCommand, f"/{rig.robot}/shield_command", 10)
-    button = rig.node.create_publisher(Bool, f"/{rig.robot}/estop", 1)
-    pressed = [False]
-    rig.node.create_timer(0.1, lambda: button.publish(Bool(data=pressed[0])))
-    rig.node.create_timer(0.3, lambda: rig.words.publish(String(data=INSTRUCTION)))
-    rig.wait(lambda: len(rig.commands()) > 20 and rig.statuses, 30.0, "commands")
-    rig.wait(lambda: rig.statuses[-1].tick > 400, 15.0, "Fast DDS may take 3 s to introduce two processes")
-    rig.direction[:7] = 0.05
-
-    def rearm():
-        """As a plain ROS node sends it: no sequence numbers, no stamp."""
-        rig.wait(lambda: rig.statuses[-1].rearm_ready, 15.0, "ready")
-        operator.publish(ShieldCommand(command=ShieldCommand.REARM))
-        rig.wait(lambda: rig.state() == NOMINAL, 10.0, "armed")
-        rig.wait_moving()
-
-    rearm()
-    first = len(rig.commands())
-    pressed[0] = True
-    rig.wait(lambda: rig.state() == HOLDING and "by its input" in rig.statuses[-1].reason, 5.0, "stopped by the button")
-    check_damped_stop(at_rest(rig), first)
-    pressed[0] = False
-    rearm()
-    first = len(rig.commands())
-    operator.publish(ShieldCommand(command=ShieldCommand.ESTOP))
-    rig.wait(lambda: rig.state() == HOLDING and "by the operator" in rig.statuses[-1].reason, 5.0, "stopped")
-    check_damped_stop(at_rest(rig), first)
-    assert set(own_children(rig.edge.pid)) == {"motor", "policy", "io", "recorder"}
-    rig.edge.terminate()
-    assert rig.edge.wait(6.0) == 0
     counts, ticks = {}, []
-    with (tmp_path / "day.mcap").open("rb") as file:
+    with path.open("rb") as file:
         for schema, channel, message in make_reader(file).iter_messages():
             decoded = wire.decode(schema.name, message.data)
-            name = channel.topic.removeprefix(f"/{rig.robot}/")
+            name = channel.topic.removeprefix(f"/{robot}/")
             counts[name] = counts.get(name, 0) + 1
             if channel.topic.endswith("motor_ticks"):
                 ticks += list(decoded.tick)
@@ -283,15 +389,30 @@ def test_the_edge_without_the_node(make_rig, tmp_path, capsys):
     assert ticks == sorted(set(ticks)) and len(ticks) > 100
     assert counts["measured_joints"] >= 2  # at each re-arm
 
-    # Replayed: both motions and both stops, command by command.
+
+def test_the_edge_without_the_node(make_rig, tmp_path, capsys):
+    """The same processes, io in its own, and a recording of what was on the topics, which replays command by command."""
     from vla_cli import replay_main
 
-    assert replay_main.main([str(tmp_path / "day.mcap")]) == 0
-    assert "identical, bit by bit" in capsys.readouterr().out
-    recorded = replay_main.read([tmp_path / "day.mcap"])
-    result = replay_main.replay(recorded.trace, replay_main.loop_maker(recorded.config, recorded.limits))
-    print(replay_main.describe(result, recorded.trace))
-    # On a busy machine a last message, or one chunk, may not be recorded.
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        path = folder / "day.mcap"
+        rig = make_rig(folder=folder, parameters={"record": path}, plain=True)
+        assert Day(rig).work() == 0, rig.log.read_text()
+        rig.close()
+        check_recording(path, rig.robot)
+        capsys.readouterr()
+        assert replay_main.main([str(path)]) == 0
+        assert "identical, bit by bit" in capsys.readouterr().out
+        recorded = replay_main.read([path])
+        result = replay_main.replay(recorded.trace, replay_main.loop_maker(recorded.config, recorded.limits))
+        print(replay_main.describe(result, recorded.trace))
+        # A recorder that stalls for longer than its queues last, a second of chunks, misses some, which the replay
+        # tells: another day then. What it has must be identical every day.
+        if not result.missing and not result.lost:
+            break
+    # Both motions and both stops. On a busy machine a last message, or one chunk, may not be recorded.
     assert set(result.states) >= {"NOMINAL", "BRAKING", "HOLDING"} and result.begun <= 2
     assert sum(result.missing.values()) <= 1 and result.lost == 0 and result.unknown < 20
     # The recorder may have been introduced to the motor process only just before the first motion.
@@ -306,12 +427,21 @@ def test_what_cannot_be_used_is_refused_by_name(make_rig):
         found = rig.diagnostics["inputs"].values if "inputs" in rig.diagnostics else []
         return sum(int(entry.value) for entry in found if entry.key == f"refused {name}")
 
-    rig.wait(lambda: refused("joint_states_missing_panda_joint3") > 50 and refused("image_encoding_16UC1") > 5, 15.0,
+    rig.wait(lambda: refused("joint_states_missing_panda_joint3") > 50 and refused("image_encoding_16UC1") > 5, EVENT_S,
              "refusals by name")
-    rig.wait(lambda: rig.diagnostics["motor clock"].level == b"\x00", 20.0, "the motor clock ticks")
+    rig.wait(lambda: rig.level("motor clock") == b"\x00", EVENT_S, "the motor clock ticks")
     assert rig.diagnostics["inputs"].level == b"\x02" and len(rig.commands()) == 0
     assert not rig.trigger("rearm")[0]
     assert rig.change("deactivate") and rig.change("cleanup")
+
+
+def silence_camera(rig):
+    """Which command was the first since then, and what the node has logged until the robot rests."""
+    first, logged = len(rig.commands()), len(rig.log.read_text())
+    rig.toggle_camera()
+    rig.wait(lambda: rig.diagnostics["inputs"].message.startswith("camera_missing_front: "), EVENT_S, "named")
+    at_rest(rig)
+    return first, rig.log.read_text()[logged:]
 
 
 def test_a_camera_that_falls_silent(make_rig):
@@ -321,29 +451,33 @@ def test_a_camera_that_falls_silent(make_rig):
     rig = make_rig()
     rig.bring_up()
     rig.node.create_timer(0.3, lambda: rig.words.publish(String(data=INSTRUCTION)))
-    rig.direction[:7] = 0.05
-    rig.rearm()
-    rig.wait_moving()
-    rig.wait(lambda: rig.diagnostics["inputs"].level == b"\x00", 5.0, "inputs are good")
-    first = len(rig.commands())
-    rig.toggle_camera()
-    rig.wait(lambda: rig.diagnostics["inputs"].message.startswith("camera_missing_front: "), 5.0, "named")
+    for _ in range(ATTEMPTS):
+        begin = len(rig.commands())
+        rig.keep_moving()
+        rig.wait(lambda: rig.level("inputs") == b"\x00", EVENT_S, "inputs are good")
+        rig.keep_moving()
+        first, told = silence_camera(rig)
+        rows = rig.commands()[begin:]
+        # After a stall meanwhile the robot may have stopped before, or a longer silence be told: once more, with images.
+        if "for 0." in told and not has_gap(rows):
+            break
+        rig.toggle_camera()
     values = {entry.key: entry.value for entry in rig.diagnostics["inputs"].values}
     assert rig.diagnostics["inputs"].level == b"\x02" and values["cameras"] == "camera_missing_front"
-    print(f"\ncamera silent to rest: {check_damped_stop(at_rest(rig), first):.2f} s")
-    rig.wait(lambda: rig.state() == HOLDING and "(camera_missing_front)" in rig.statuses[-1].reason, 3.0, "the reason")
+    print(f"\ncamera silent to rest: {check_damped_stop(rows, first - begin):.2f} s")
+    rig.wait(lambda: rig.state() == HOLDING and "(camera_missing_front)" in rig.statuses[-1].reason, EVENT_S, "the reason")
     assert not rig.statuses[-1].rearm_ready and not rig.trigger("rearm")[0]
-    assert "camera_missing_front: no image that can be used for 0." in rig.log.read_text()
+    assert "camera_missing_front: no image that can be used for 0." in told
     seen = len(rig.observations)
     sleep_s(CLOCK, 0.5)
     assert len(rig.observations) == seen and rig.edge.poll() is None
+    told = len(rig.log.read_text())
     rig.toggle_camera()
-    rig.wait(lambda: rig.statuses[-1].rearm_ready, 10.0, "ready again")
-    rig.wait(lambda: rig.diagnostics["inputs"].level == b"\x00", 5.0, "inputs are good again")
-    assert len(rig.observations) > seen and "images of all cameras come again: front" in rig.log.read_text()
-    rig.direction[:7] = -0.05
-    rig.rearm()
-    rig.wait_moving()
+    rig.wait(lambda: rig.statuses[-1].rearm_ready, EVENT_S, "ready again")
+    rig.wait(lambda: rig.level("inputs") == b"\x00", EVENT_S, "inputs are good again")
+    rig.wait(lambda: len(rig.observations) > seen, EVENT_S, "observations again")
+    assert "images of all cameras come again: front" in rig.log.read_text()[told:]
+    rig.keep_moving(-0.05)
 
 
 def test_parameters_are_described_bounded_and_guarded(make_rig):
@@ -379,7 +513,7 @@ def test_parameters_are_described_bounded_and_guarded(make_rig):
 
 def test_a_parameter_out_of_range_at_the_start_ends_the_node_by_name():
     done = subprocess.run([sys.executable, "-m", "vla_edge.ros_main", "--ros-args", "-p", "shield.stall_ticks:=500"],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "shield.stall_ticks" in done.stderr and "range" in done.stderr, done.stderr
 
 
@@ -389,7 +523,7 @@ def test_measure_the_command_stream_at_a_subscriber(make_rig):
     rig.bring_up()
     rig.start_moving(0.02)
     first = len(rig.commands())
-    rig.wait(lambda: len(rig.commands()) > first + 1000, 30.0, "ten seconds of commands")
+    rig.wait(lambda: len(rig.commands()) > first + 1000, EVENT_S, "ten seconds of commands")
     rows = rig.commands()[first:]
     gaps_ms = np.diff(rows[:, 0]) * 1e-6
     late_ms = (rows[:, 0] - rows[:, 1]) * 1e-6

@@ -93,8 +93,8 @@ def test_edge_becomes_active_by_itself_and_leaves_nothing_behind(launch, ros_dom
     executor.add_node(node)
     try:
         client = node.create_client(GetState, "/left/vla_edge/get_state")
-        assert client.wait_for_service(30.0), run.output("vla_edge") + run.console.read_text()
-        label, end = "", time.monotonic() + 60.0
+        assert client.wait_for_service(120.0), run.output("vla_edge") + run.console.read_text()
+        label, end = "", time.monotonic() + 120.0
         while label != State.PRIMARY_STATE_ACTIVE and time.monotonic() < end:
             answer = client.call_async(GetState.Request())
             executor.spin_until_future_complete(answer, timeout_sec=1.0)
@@ -102,7 +102,9 @@ def test_edge_becomes_active_by_itself_and_leaves_nothing_behind(launch, ros_dom
             assert run.process.poll() is None
             time.sleep(0.1)
         assert label == State.PRIMARY_STATE_ACTIVE, run.output("vla_edge") + run.console.read_text()
-        assert len(run.family()) >= 4, "the runner, the node, and its motor and policy processes"
+        while len(run.family()) < 4:
+            assert time.monotonic() < end, "the runner, the node, and its motor and policy processes"
+            time.sleep(0.1)
     finally:
         executor.shutdown()
         node.destroy_node()
@@ -112,12 +114,13 @@ def test_edge_becomes_active_by_itself_and_leaves_nothing_behind(launch, ros_dom
 
 
 def test_simulated_robot_does_its_tasks_over_ros_topics(launch, tmp_path):
-    run = launch("sim.launch.py", f"cloud:={free_endpoint()}", "episodes:=2", "tasks:=touch", f"results:={tmp_path}")
-    run.wait_for("vla_sim", "READY ros 2 episodes")
-    results, deadline = tmp_path / "arm1.json", time.monotonic() + 90.0
-    while not results.exists() or len(json.loads(results.read_text())["episodes"]) < 2:
+    run = launch("sim.launch.py", f"cloud:={free_endpoint()}", "episodes:=50", "tasks:=touch", f"results:={tmp_path}")
+    run.wait_for("vla_sim", "READY ros 50 episodes")
+    results, deadline = tmp_path / "arm1.json", time.monotonic() + 150.0
+    # That the loop closes, on a machine that may be too busy for more: an episode in which a process stalls runs out of
+    # its time. How well it does is measured elsewhere.
+    while not results.exists() or "success" not in [
+            episode["outcome"] for episode in json.loads(results.read_text())["episodes"]]:
         assert run.process.poll() is None and time.monotonic() < deadline, run.output("vla_edge") + run.output("vla_sim")
         time.sleep(0.1)
-    # That the loop closes, on a machine that may be too busy for more; how well it does is measured elsewhere.
-    assert any(episode["outcome"] == "success" for episode in json.loads(results.read_text())["episodes"])
     assert run.stop() == []

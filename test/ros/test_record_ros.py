@@ -12,6 +12,7 @@ rclpy = pytest.importorskip("rclpy", reason="ROS 2 is not installed")
 pytest.importorskip("vla_runtime.msg", reason="the messages are not built: make ros")
 
 from rclpy.context import Context  # noqa: E402
+from rclpy.duration import Duration  # noqa: E402
 from rclpy.qos import qos_profile_sensor_data  # noqa: E402
 from sensor_msgs.msg import JointState  # noqa: E402
 from vla_runtime.msg import ShieldCommand  # noqa: E402
@@ -36,7 +37,7 @@ def test_a_robots_ros_topics_are_recorded(tmp_path):
     node = rclpy.create_node("driver", context=context, enable_rosout=False, start_parameter_services=False)
     try:
         states = node.create_publisher(JointState, "/lab1/joint_states", qos_profile_sensor_data)
-        commands = node.create_publisher(ShieldCommand, "/lab1/shield_command", 10)
+        commands = node.create_publisher(ShieldCommand, "/lab1/shield_command", 100)
         for _ in range(600):
             if states.get_subscription_count() and commands.get_subscription_count():
                 break
@@ -46,8 +47,10 @@ def test_a_robots_ros_topics_are_recorded(tmp_path):
             states.publish(JointState(name=["b", "a"], position=[0.5, float(number)], effort=[1.0]))
             commands.publish(ShieldCommand(command=ShieldCommand.ESTOP, sequence=number))
             sleep_s(CLOCK, 0.05)
+        # The recorder may be behind; what has come it writes after the signal.
+        assert commands.wait_for_all_acked(Duration(seconds=60))
         process.send_signal(signal.SIGINT)
-        log = process.communicate(timeout=30)[1]
+        log = process.communicate(timeout=60)[1]
         assert process.returncode == 0, log
     finally:
         if process.poll() is None:

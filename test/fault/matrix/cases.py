@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 from cells import FAULTS, TARGETS, Cell, Step
-from matrix_rig import CLEAN, CLOCK, MatrixRig
+from matrix_rig import CLEAN, CLOCK, HOLDING, MatrixRig
 from recording import check_readable, fill_disk, note_fault, recorder_ended, recorder_restarted
-
-from vla_common.clock import sleep_s
 
 HOUR_S = 3600.0
 CONTEXT_S, CHUNK_S, REPLAN_S, JOINTS_S = 0.6, 0.16, 0.05, 0.2
@@ -141,7 +139,12 @@ def rogue(kind: str, share: float = 1.0, delay_s: float = 0.0) -> dict[str, Step
 
     def end(rig: MatrixRig) -> None:
         rig.signal("policy", signal.SIGCONT)
-        sleep_s(CLOCK, 0.06)
+        began_ns = CLOCK.monotonic_ns()
+        # It lost its links if it was stopped for long: it can take over when fresh contexts reach it again. For an arm
+        # that holds it makes no plan.
+        rig.wait(lambda: rig.state() == HOLDING or any(
+            at_ns > began_ns and 0.0 <= status.context_age_s < 0.3 for at_ns, status in rig.seen.policies[-5:]), 30.0,
+            "the policy plans again")
         rig.tell("rogue", fault=None)
 
     return {"begin": begin, "end": end}
@@ -214,7 +217,7 @@ def recorder_cells(full_disk: Callable[[MatrixRig], None] = fill_disk) -> list[C
         Cell("freeze", "recorder", "while 4 MB/s of images wait for it", begin=flood, end=ebb, lasts_s=3.0,
              message="log: .*recorder process does not answer"),
         Cell("disk full", "recorder", "file size limited (RLIMIT_FSIZE)", begin=full_disk, until=recorder_ended,
-             check=check_readable, message="recording to .* stopped: .*the robot goes on"),
+             check=check_readable, lasting=True, message="recording to .* stopped: .*the robot goes on"),
         *not_applicable("recorder", dict.fromkeys(("drop", "duplicate", "reorder", "delay", "NaN", "wrong joint order",
                                                    "wrong width", "future stamp"), silent)),
     ]
@@ -223,10 +226,12 @@ def recorder_cells(full_disk: Callable[[MatrixRig], None] = fill_disk) -> list[C
 def tmpfs_cell() -> Cell:
     """The recording lies on a file system of 1 MiB, which images of 1 MB/s fill."""
     def begin(rig: MatrixRig) -> None:
+        if recorder_ended(rig):  # in an attempt before this one
+            return
         note_fault(rig)
         rig.tell("robot", image_bytes=100_000)
 
-    return Cell("disk full", "recorder", "tmpfs of 1 MiB", begin=begin, until=recorder_ended, check=check_readable,
+    return Cell("disk full", "recorder", "tmpfs of 1 MiB", begin=begin, until=recorder_ended, check=check_readable, lasting=True,
                 message="recording to .* stopped: No space left.*the robot goes on")
 
 

@@ -18,14 +18,14 @@ MS = 1_000_000
 FAULTS = ("drop", "duplicate", "reorder", "delay", "freeze", "kill -9", "garbage bytes", "NaN", "wrong joint order",
           "wrong width", "future stamp", "clock +1 h", "clock -1 h", "disk full")
 TARGETS = ("cloud", "link", "policy", "recorder", "robot")
-ATTEMPTS = 3
+ATTEMPTS = 10
 LOST_SHARE = 0.2
 """Of the commands of a cell; the bus drops rather than blocks, and the observer competes for the processor too."""
 HOLD_CHECK_S = 0.3
 """How long HOLDING is watched while the fault lasts, and again after it has gone."""
 LOAD_SLACK_S = 1.0
 """A fault takes effect when its process is scheduled; on a busy machine that adds to the reaction as measured."""
-STATUS_DELAY_NS, LOG_DELAY_NS = 300 * MS, 6_000 * MS
+STATUS_DELAY_NS, LOG_DELAY_NS = 300 * MS, 10_000 * MS
 """How long after a cell its messages still come; the io process logs what it refused every five seconds."""
 
 Step = Callable[[MatrixRig], None]
@@ -48,6 +48,7 @@ class Cell:
         lasts_s: how long a fault that does not stop the arm is watched.
         until: of such a fault: condition that must come true while it is watched.
         check: raises AssertionError; called after the cell.
+        lasting: the fault cannot be taken away; what was said of it in an earlier attempt counts in later ones.
         why: not empty: not applicable, and why.
     """
 
@@ -62,6 +63,7 @@ class Cell:
     lasts_s: float = 1.0
     until: Callable[[MatrixRig], Any] | None = None
     check: Step = nothing
+    lasting: bool = False
     why: str = ""
 
 
@@ -85,7 +87,8 @@ class Row:
     message: str = ""
     attempts: int = 1
     is_disturbed: bool = False
-    """The motor process did not run for a while, which broke the command stream off: nothing can be said."""
+    """The motor process, io or the observer did not run for a while, which broke the command stream off or lost a part of
+    it: nothing can be said."""
     deviations: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -106,11 +109,14 @@ def run_cell(rig: MatrixRig, cell: Cell) -> tuple[Row, Pending]:
     """Move, fault, judge, recover.
 
     On a busy machine any process may lose a fifth of a second without a fault of ours. So a cell that must not stop the
-    arm is tried again if it did, and any cell if the motor process itself was held up; ATTEMPTS in all.
+    arm is tried again if it did, and any cell if the motor process, io or the observer was held up; ATTEMPTS in all.
     """
+    log_from = rig.log.stat().st_size
     for attempt in range(1, ATTEMPTS + 1):
         row, pending = _attempt(rig, cell)
         row.attempts = attempt
+        if cell.lasting:
+            pending.log_from = log_from
         if not row.is_disturbed and (cell.stops or row.effect != "stopped"):
             break
     return row, pending
@@ -145,13 +151,13 @@ def _sleep_ticks(rig: MatrixRig, seconds: float) -> None:
 def _fault(rig: MatrixRig, cell: Cell, row: Row) -> None:
     cell.begin(rig)
     if cell.stops:
-        rig.wait(lambda: rig.state() == HOLDING, cell.within_s + 15.0, "the arm stops")
+        rig.wait(lambda: rig.state() == HOLDING, cell.within_s + 60.0, "the arm stops")
         _stays_held(rig, row, "under the fault")
         return
     _sleep_ticks(rig, cell.lasts_s)
     if cell.until is not None:
         until = cell.until
-        rig.wait(lambda: until(rig), 20.0, "the fault has its effect")
+        rig.wait(lambda: until(rig), 60.0, "the fault has its effect")
 
 
 def _stays_held(rig: MatrixRig, row: Row, when: str) -> None:
@@ -169,7 +175,7 @@ def _recover(rig: MatrixRig, cell: Cell, row: Row) -> None:
         _sleep_ticks(rig, 0.2)
         row.rearmed = "not needed" if rig.state() != HOLDING else ""
         return
-    rig.wait(rig.ready, 30.0, "a re-arm is possible again")
+    rig.wait(rig.ready, 60.0, "a re-arm is possible again")
     _stays_held(rig, row, "after the fault had gone")
     segment = int(rig.last()["segment"])
     rearms = rig.get_moving()
@@ -190,10 +196,11 @@ def _judge(rig: MatrixRig, cell: Cell, row: Row, onset_ns: int, newest_ns: int) 
     row.coasted_ticks = int((after["state"] == COASTING).sum())
     stopped = bool(((after["state"] == BRAKING) | (after["state"] == HOLDING)).any())
     row.effect = "stopped" if stopped else "coasted" if row.coasted_ticks else "unaffected"
-    row.is_disturbed = bool((after["reason"] == Reason.MOTOR_STALLED).any())
+    is_stalled = bool((after["reason"] == Reason.MOTOR_STALLED).any())
+    row.is_disturbed = is_stalled or any(end_ns > onset_ns for _, _, end_ns in rig.pauses.found)
     if stopped != cell.stops:
         row.deviations.append("stopped although it need not" if stopped else "did not stop")
-    stop = judge_stop(ticks, onset_ns) if stopped and not row.is_disturbed else None
+    stop = judge_stop(ticks, onset_ns) if stopped and not is_stalled else None
     if stop is not None:
         _judge_stop(stop, cell, row)
     _judge_limits(rig, ticks, row)
@@ -267,7 +274,7 @@ def settle(rig: MatrixRig, pending: list[Pending]) -> None:
         return not item.cell.message or any(re.search(item.cell.message, text) for text in messages(rig, item))
 
     try:
-        rig.wait(lambda: all(map(found, pending)), 8.0, "messages for the operator")
+        rig.wait(lambda: all(map(found, pending)), 15.0, "messages for the operator")
     except AssertionError:
         pass  # the rows below say which
     for item in pending:

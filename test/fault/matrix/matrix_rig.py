@@ -21,7 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edge_rig import CLOCK, INSTRUCTION, LIMITS, ROBOT_FILE, ROOT, alive, free_endpoint, make_model, own_children
+from edge_rig import (
+    CLOCK,
+    INSTRUCTION,
+    LEAST_POLLS,
+    LIMITS,
+    PATIENT,
+    ROBOT_FILE,
+    ROOT,
+    PauseWatch,
+    alive,
+    free_endpoint,
+    make_model,
+    own_children,
+)
 
 from vla_common import messages, wire
 from vla_common.clock import sleep_s
@@ -68,6 +81,8 @@ class MatrixRig:
         self.recorded: tuple[Path, int] = (self.record, 0)
         """File that was written when the recorder's fault came, and when that was, ns."""
         self.seen = Seen()
+        self.pauses = PauseWatch()
+        """Of the observer and of io."""
         self.sequence = 0
         self.started: dict[str, subprocess.Popen[bytes]] = {}
         for name in ("robot", "cloud", "link", "edge"):
@@ -78,7 +93,7 @@ class MatrixRig:
         self._memory: EdgeMemory | None = None
         self._thread = threading.Thread(target=self._observe, daemon=True)
         self._thread.start()
-        self.wait(lambda: self.memory_files(), 20.0, "shared memory of the edge")
+        self.wait(lambda: self.memory_files(), 60.0, "shared memory of the edge")
         self.start("rogue")
 
     # -- processes ------------------------------------------------------------------------------------------------
@@ -96,7 +111,7 @@ class MatrixRig:
             "rogue": lambda: [str(HERE / "rogue_process.py"), "--memory", str(self.memory_files()[0])],
             "edge": lambda: ["-m", "vla_edge.edge_main", "--bus", self.bus_at, "--cloud", self.link_at, "--model",
                              str(self.folder / "model"), "--robot-id", self.robot, "--record", str(self.record),
-                             "--set", f"robot_file={ROBOT_FILE}"],
+                             "--set", f"robot_file={ROBOT_FILE}", *PATIENT],
         }[name]()
         environment = {**os.environ, "PYTHONPATH": f"{HERE / 'wallclock'}:{HERE.parent}:{ROOT}", "VLA_TEST_WALL_CLOCK":
                        str(self.wall), "VLA_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
@@ -111,7 +126,7 @@ class MatrixRig:
         found = None if self._memory is None else self._memory.read(name)
         if found is not None and alive(int(found[1]["pid"])):  # quicker than looking through all processes
             return int(found[1]["pid"])
-        self.wait(lambda: name in own_children(self.started["edge"].pid), 20.0, f"a {name} process")
+        self.wait(lambda: name in own_children(self.started["edge"].pid), 60.0, f"a {name} process")
         return own_children(self.started["edge"].pid)[name]
 
     def signal(self, name: str, number: int) -> None:
@@ -149,6 +164,7 @@ class MatrixRig:
         policies = self.bus.queue("policy_status", self.robot, capacity=512)
         cursor = 0
         while not self._stop.is_set():
+            self.pauses.beat("observer", CLOCK.monotonic_ns())
             while (received := commands.try_recv()) is not None:
                 message = wire.decode("sensor_msgs/JointState", received.payload)
                 self._compare_clocks("motor", received.attachment)
@@ -167,6 +183,7 @@ class MatrixRig:
             if self._memory is not None:
                 cursor, records, lost = self._memory.ticks.drain(cursor, 1024)
                 assert not lost
+                self.pauses.read(self._memory, "io")
                 if records:
                     self.seen.ticks.append(np.frombuffer(b"".join(records), dtype=self._memory.dtypes["ticks"]))
                     self.position = self.seen.ticks[-1]["position"][-1].copy()
@@ -208,16 +225,18 @@ class MatrixRig:
 
     def wait(self, condition: Callable[[], Any], timeout_s: float, what: str) -> None:
         """Raises AssertionError with the edge's state and log after the time."""
-        deadline_ns = CLOCK.monotonic_ns() + round(timeout_s * 1e9)
+        deadline_ns, polls = CLOCK.monotonic_ns() + round(timeout_s * 1e9), 0
         while not condition():
-            if self.started["edge"].poll() is not None or CLOCK.monotonic_ns() > deadline_ns:
+            polls += 1
+            is_over = CLOCK.monotonic_ns() > deadline_ns and polls >= LEAST_POLLS
+            if self.started["edge"].poll() is not None or is_over:
                 status = self.seen.statuses[-1][1] if self.seen.statuses else None
                 policy = self.seen.policies[-1][1] if self.seen.policies else None
                 raise AssertionError(f"not within {timeout_s} s: {what}\n{self.last()}\n{status}\n{policy}\n"
                                      + self.log.read_text()[-4000:])
             sleep_s(CLOCK, 0.01)
 
-    def get_moving(self, timeout_s: float = 30.0) -> int:
+    def get_moving(self, timeout_s: float = 60.0) -> int:
         """Re-arm as often as an operator would until the arm moves; returns how often."""
         rearms, due_ns = 0, 0
 
@@ -241,7 +260,7 @@ class MatrixRig:
         if edge.poll() is None:
             edge.terminate()
             try:
-                edge.wait(6.0)
+                edge.wait(30.0)
             except subprocess.TimeoutExpired:
                 edge.kill()
                 edge.wait()
@@ -251,7 +270,7 @@ class MatrixRig:
             process.wait()
             process.stdin.close()  # type: ignore[union-attr]
         self._stop.set()
-        self._thread.join(2.0)
+        self._thread.join(20.0)
         if self._memory is not None:
             self._memory.close()
         self.bus.close()

@@ -30,6 +30,8 @@ def fill_disk(rig: MatrixRig) -> None:
 
     The log, to which the recorder writes too, must not come up against the limit.
     """
+    if recorder_ended(rig):  # in an attempt before this one
+        return
     note_fault(rig)
     rig.tell("robot", image_bytes=100_000)
     size = max(rig.recorded[0].stat().st_size, rig.log.stat().st_size, CHUNK_BYTES) + 3 * CHUNK_BYTES // 2

@@ -35,7 +35,7 @@ def run_cells(cells: Sequence[Cell], folder: Path, record: Path | None = None, e
     todo = [cell for cell in cells if not cell.why]
     rig = MatrixRig(folder, record)
     try:
-        rig.wait(lambda: rig.state() == HOLDING, 30.0, "the first commands")
+        rig.wait(lambda: rig.state() == HOLDING, 60.0, "the first commands")
         pending = []
         for cell in todo:
             row, item = run_cell(rig, cell)
