@@ -18,7 +18,7 @@ TESTS    ?= test
 # What the ROS package is built from, beside the Python packages, which are installed editable.
 ROS_PARTS := CMakeLists.txt package.xml $(shell find action cmake config launch models msg test/ros/composition_interfaces -type f)
 
-.PHONY: demo test test-ros check bench faults slow coverage mutation lint setup setup-dev ros clean help
+.PHONY: demo test test-ros check bench faults slow pauses coverage mutation lint setup setup-dev ros clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +40,10 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/lint-imports
 
 check: lint test
+
+# The tests while all their processes stand still together now and then: none may fail by it.
+pauses: $(VENV)/.ready-dev
+	$(BIN)/python tools/with_pauses.py $(ARGS) -- $(BIN)/python tools/run_tests.py $(TESTS)
 
 slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow --timeout 3600 $(TESTS)
