@@ -65,6 +65,14 @@ async def answer(reader: asyncio.StreamReader) -> str:
     return head[9:12].decode()
 
 
+async def ask_for_structure(it: DoorRig) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", it.http_port)
+    wanted = {"type": "json_schema", "json_schema": {"name": "number", "schema": {"type": "integer"}}}
+    writer.write(post(body("hi", max_tokens=1, response_format=wanted)))
+    await asyncio.wait_for(answer(reader), 60.0)
+    writer.close()
+
+
 async def http_bodies(it: DoorRig, seed: int, count: int, ends: Ends) -> None:
     """Wrong bodies in right heads, one after the other on one connection, which stays."""
     rng = random.Random(seed)
@@ -207,6 +215,7 @@ def test_malformed_messages_break_nothing(tmp_path: Path, total: int) -> None:
     async def go() -> None:
         async with doors(tmp_path, SMALL, {}, SHORT) as it:
             await attack(it, 1200, 1)
+            await ask_for_structure(it)  # the process that checks grammars is started by the first, whenever that comes
             await it.settled()
             memory, descriptors = it.memory, it.descriptors
             begun_s = asyncio.get_running_loop().time()
