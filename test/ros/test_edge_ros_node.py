@@ -90,8 +90,9 @@ def at_end(rig):
     return rig.commands()
 
 
-def has_gap(rows):
-    """Whether on a busy machine not every command of a motion came to the robot, or the stream was broken off.
+def gaps(rows):
+    """Where on a busy machine not every command of a motion came to the robot, or the stream was broken off: the rows
+    that follow.
 
     The motor process keeps the newest command only, for a robot or a network that is behind. The stamps tell of those
     between; where a form has none, the arrivals do.
@@ -100,7 +101,7 @@ def has_gap(rows):
     moves[1:] |= moves[:-1]
     has_stamps = not np.isnan(rows[:, 1]).any()
     step_s = np.diff(rows[:, 1 if has_stamps else 0]) * 1e-9
-    return bool((moves & (step_s > (1.5 if has_stamps else 3.0) * T)).any())
+    return 1 + np.flatnonzero(moves & (step_s > (1.5 if has_stamps else 3.0) * T))
 
 
 def was_stopped_by_itself(rig, seen):
@@ -113,7 +114,8 @@ def stop_from_motion(rig, move, stop, until=at_rest):
     commands that were not judged before; and which of them was the first since the stop.
 
     Once more, some times at most, where a process was stalled meanwhile: then the shield has ended the motion, or the
-    robot has not got the whole of it, and the stop cannot be judged. The last attempt is judged whatever it was.
+    robot has not got the whole of it, and the stop cannot be judged, only the limits between the gaps. The last attempt
+    is judged whatever it was.
     """
     begin = rig.judged
     for _ in range(ATTEMPTS):
@@ -123,8 +125,10 @@ def stop_from_motion(rig, move, stop, until=at_rest):
         rows = until(rig)
         rig.judged = len(rows)
         judged, first, begin = rows[begin:], first - begin, len(rows)
-        if not has_gap(judged) and not was_stopped_by_itself(rig, seen):
+        if not len(gaps(judged)) and not was_stopped_by_itself(rig, seen):
             break
+        for piece in np.split(judged, gaps(judged)):
+            check_limits(piece)
         print(f"\nstalled while it moved: {rig.statuses[-1].reason}")
     return found, judged, first
 
@@ -197,7 +201,7 @@ def go_home(rig):
         rig.rearm()
         status, result = rig.result_of(handle)
         # A stall of some process ends this goal as any other.
-        is_stalled = has_gap(rig.commands()[begin:]) or was_stopped_by_itself(rig, seen)
+        is_stalled = len(gaps(rig.commands()[begin:])) > 0 or was_stopped_by_itself(rig, seen)
         if status == GoalStatus.STATUS_SUCCEEDED or not is_stalled:
             break
     assert (status, result.success, result.message) == (GoalStatus.STATUS_SUCCEEDED, True, "the ready pose is reached")
@@ -459,7 +463,7 @@ def test_a_camera_that_falls_silent(make_rig):
         first, told = silence_camera(rig)
         rows = rig.commands()[begin:]
         # After a stall meanwhile the robot may have stopped before, or a longer silence be told: once more, with images.
-        if "for 0." in told and not has_gap(rows):
+        if "for 0." in told and not len(gaps(rows)):
             break
         rig.toggle_camera()
     values = {entry.key: entry.value for entry in rig.diagnostics["inputs"].values}
