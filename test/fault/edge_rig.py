@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+from free_port import free_endpoint
 
 from vla_common import messages, tensors, wire
 from vla_common.clock import SystemClock, sleep_s
@@ -87,12 +89,6 @@ def make_model(folder: Path, horizon: int = HORIZON, joint_names: tuple[str, ...
         files=hash_files(folder, ["context_kv.onnx", "denoise.onnx"]), licence="Apache-2.0", training_command="none")
     write_manifest(folder, manifest)
     return manifest
-
-
-def free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp/127.0.0.1:{probe.getsockname()[1]}"
 
 
 def own_children(pid: int) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,9 @@ import pytest
 
 pytest.importorskip("rclpy", reason="ROS 2 is not installed")
 pytest.importorskip("vla_runtime.msg", reason="the messages are not built: cmake --install build/ros")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+from free_port import free_endpoint
 
 from vla_common import messages, topics, wire
 from vla_common.clock import NS_PER_S, SystemClock, sleep_s
@@ -29,10 +31,7 @@ NAMES = ["a", "bc", "gripper"]
 @pytest.fixture(params=["ros", "zenoh"])
 def make_bus(request):
     """Buses of one network; what is asserted of one is asserted of the other."""
-    opened = []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"tcp/127.0.0.1:{probe.getsockname()[1]}"
+    opened, endpoint = [], free_endpoint()
 
     def make(node):
         if request.param == "ros":

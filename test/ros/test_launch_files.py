@@ -2,7 +2,6 @@
 
 import ast
 import json
-import socket
 import sys
 import time
 from pathlib import Path
@@ -13,15 +12,12 @@ import yaml
 pytest.importorskip("rclpy", reason="ROS 2 is not installed: make ros")
 pytest.importorskip("vla_runtime.msg", reason="the messages are not built: make ros")
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+from free_port import free_endpoint
+
 ROOT = Path(__file__).parents[2]
 SHARE = Path(sys.prefix) / "share" / "vla_runtime"
 FILES = ("cloud.launch.py", "edge.launch.py", "sim.launch.py")
-
-
-def free_endpoint():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"tcp/127.0.0.1:{free.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("name", FILES)

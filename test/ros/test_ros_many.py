@@ -2,7 +2,8 @@
 
 import json
 import os
-import socket
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ pytest.importorskip("vla_runtime.msg", reason="the messages are not built: make 
 from rclpy.context import Context  # noqa: E402
 from rclpy.executors import SingleThreadedExecutor  # noqa: E402
 from std_srvs.srv import Trigger  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
+from free_port import free_endpoint  # noqa: E402
 
 from vla_common import wire  # noqa: E402
 from vla_common.clock import SystemClock, sleep_s  # noqa: E402
@@ -107,9 +111,7 @@ class Watch:
 
 @pytest.fixture
 def watch(launch, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"tcp/127.0.0.1:{free.getsockname()[1]}"
+    endpoint = free_endpoint()
     run = launch("sim.launch.py", f"robots:={','.join(ROBOTS)}", "namespace:=lab", f"cloud:={endpoint}", "tasks:=touch",
                  f"episodes:={EPISODES}", f"seed:={SEED}", f"results:={tmp_path}")
     watch = Watch(endpoint, tmp_path, run)
