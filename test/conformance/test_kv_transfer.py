@@ -892,7 +892,7 @@ def test_random_ends_leave_nothing_behind(kind, closing):
     target, source, receiver, sender = ends(kind, closing)
     sender.connect(receiver.address)
     rng = np.random.default_rng(5)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = set(os.listdir("/proc/self/fd"))
     quarantined, waiting, arrived = {}, {}, 0
     free = set(range(BLOCKS))
 
@@ -947,4 +947,4 @@ def test_random_ends_leave_nothing_behind(kind, closing):
     assert not receiver._table.busy and arrived > 100
     wait(lambda: [1] if not sender._owners else [])
     sender.poll()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert set(os.listdir("/proc/self/fd")) <= descriptors  # what tests before left may be closed meanwhile
